@@ -1,1 +1,12 @@
-//! Placeholder.
+//! The rule book: what an attention backend is asked, how layers are grouped, what a metadata builder is, and what the host
+//! checks before a kernel may use an integer that a builder chose.
+//!
+//! Pure: no I/O, no `unsafe`, no wasm, no device. Time and allocation are bounded by the step's rows and tokens.
+#![forbid(unsafe_code)]
+
+mod builder;
+mod step;
+
+pub use builder::{BuildFault, FaultKind, MetadataBuilder};
+pub use step::{BlockTable, PAD_SLOT_ID, StepInputs};
+pub use timetable_types as types;
