@@ -13,6 +13,7 @@ extern crate alloc;
 #[macro_use]
 mod macros;
 
+pub mod batch;
 mod builder;
 mod config;
 pub mod flash_attn;
