@@ -5,6 +5,10 @@
 #![forbid(unsafe_code)]
 
 mod builder;
+pub mod group;
+pub mod kernel_block;
+pub mod layout;
+pub mod spec;
 mod step;
 
 pub use builder::{BuildFault, FaultKind, MetadataBuilder};
