@@ -4,6 +4,7 @@
 //! Pure: no I/O, no `unsafe`, no wasm, no device. Time and allocation are bounded by the step's rows and tokens.
 #![forbid(unsafe_code)]
 
+pub mod batch;
 mod builder;
 pub mod group;
 pub mod kernel_block;

@@ -16,7 +16,7 @@ pub struct FieldError {
 
 impl FieldError {
     /// An error of that class with that text.
-    pub fn new(class: &'static str, error: impl ToString) -> Self {
+    pub fn new(class: &'static str, error: &impl std::fmt::Display) -> Self {
         Self {
             class,
             text: error.to_string(),

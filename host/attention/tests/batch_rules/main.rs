@@ -2,7 +2,10 @@
 
 mod chunks;
 mod harness;
+mod rows;
 mod splits;
+mod steps;
+mod tables;
 
 /// Every file of this binary: prints passed/total of each, and fails if one case does.
 #[test]
@@ -13,9 +16,20 @@ fn summary() {
         chunks::mamba2_compute_varlen_chunk_metadata(),
         chunks::mamba_compute_chunk_metadata(),
         chunks::plan_mla_context_chunks(),
+        rows::common_attn_metadata_methods(),
+        rows::dcp_context_query_split(),
+        rows::make_kv_sharing_fast_prefill_common_attn_metadata(),
+        rows::make_local_attention_virtual_batches(),
+        rows::reorder_batch_to_split_decodes_and_prefills(),
+        rows::split_attn_metadata(),
+        rows::ubatch_thresholds(),
         splits::split_decodes_and_prefills(),
         splits::split_decodes_prefills_and_extends(),
         splits::split_prefill_chunks(),
+        tables::block_table_compute_slot_mapping(),
+        tables::mamba_get_block_table_tensor(),
+        tables::mm_prefix_ranges(),
+        tables::mrv2_block_tables(),
     ];
     let (mut passed, mut total) = (0, 0);
     for tally in &tallies {

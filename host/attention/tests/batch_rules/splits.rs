@@ -1,45 +1,10 @@
 //! split_decodes_and_prefills, split_decodes_prefills_and_extends, split_prefill_chunks.
 
-use serde_json::{Value, json};
-use timetable_attention::types::batch::{self, BatchRows, DecodeRule};
+use serde_json::json;
+use timetable_attention::types::batch::{self, DecodeRule};
 
-use crate::harness::{FieldError, Tally, flag, int, ints, list, run, uint};
-
-/// The host-side vectors of a recorded CommonAttentionMetadata.
-struct Rows {
-    query_start_loc: Vec<i32>,
-    seq_lens: Vec<i32>,
-    is_prefilling: Vec<u8>,
-    num_actual_tokens: u32,
-    max_query_len: u32,
-}
-
-impl Rows {
-    fn new(cam: &Value) -> Self {
-        let bound = if cam["seq_lens_cpu_upper_bound"] == "=seq_lens" {
-            "seq_lens"
-        } else {
-            "seq_lens_cpu_upper_bound"
-        };
-        Self {
-            query_start_loc: ints(&cam["query_start_loc"]),
-            seq_lens: ints(&cam[bound]),
-            is_prefilling: list(&cam["is_prefilling"], |v| u8::from(flag(v))),
-            num_actual_tokens: uint(&cam["num_actual_tokens"]),
-            max_query_len: uint(&cam["max_query_len"]),
-        }
-    }
-
-    fn borrow(&self) -> BatchRows<'_> {
-        BatchRows {
-            query_start_loc: &self.query_start_loc,
-            seq_lens: &self.seq_lens,
-            is_prefilling: &self.is_prefilling,
-            num_actual_tokens: self.num_actual_tokens,
-            max_query_len: self.max_query_len,
-        }
-    }
-}
+use crate::harness::{FieldError, Tally, flag, int, ints, run, uint};
+use crate::steps;
 
 pub fn split_decodes_and_prefills() -> Tally {
     run("split_decodes_and_prefills", |input| {
@@ -48,8 +13,9 @@ pub fn split_decodes_and_prefills() -> Tally {
             require_uniform: flag(&input["require_uniform"]),
             treat_short_extends_as_decodes: flag(&input["treat_short_extends_as_decodes"]),
         };
-        let split = batch::split_decodes_and_prefills(&Rows::new(&input["cam"]).borrow(), rule)
-            .map_err(|error| FieldError::new("IndexError", &error))?;
+        let split =
+            batch::split_decodes_and_prefills(&steps::rows(&steps::parse(&input["cam"])), rule)
+                .map_err(|error| FieldError::new("IndexError", &error))?;
         Ok(json!([
             split.num_decodes,
             split.num_prefills,
@@ -61,9 +27,9 @@ pub fn split_decodes_and_prefills() -> Tally {
 
 pub fn split_decodes_prefills_and_extends() -> Tally {
     run("split_decodes_prefills_and_extends", |input| {
-        let rows = Rows::new(&input["cam"]);
+        let step = steps::parse(&input["cam"]);
         let s = batch::split_decodes_prefills_and_extends(
-            &rows.borrow(),
+            &steps::rows(&step),
             uint(&input["decode_threshold"]),
         );
         Ok(json!([

@@ -173,3 +173,10 @@ pub fn mamba2_compute_varlen_chunk_metadata(
     }
     out
 }
+
+/// Name of the extra with the tokens accepted in each row's last verification: device s32 [R], 1 in padded rows. Builders of
+/// Mamba2, GDN and ShortConv take it.
+pub const NUM_ACCEPTED_TOKENS: &str = "num_accepted_tokens";
+/// Name of the extra with the draft tokens of each row: host s32 [R], −1 where the row is no verification. The same builders
+/// take it.
+pub const NUM_DECODE_DRAFT_TOKENS_CPU: &str = "num_decode_draft_tokens_cpu";

@@ -1,0 +1,66 @@
+//! Bidirectional spans of multimodal documents (PrefixLM): per token for one kernel, per request for another.
+
+use timetable_types::MmDocRange;
+
+/// Ranges per request, padded to the longest list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MmPrefixRanges {
+    /// s32 [R, max_ranges, 2]: (start, end), end inclusive; (0, 0) where a row has fewer.
+    pub data: Vec<i32>,
+    /// The longest list.
+    pub max_ranges: usize,
+}
+
+/// For each token the span of its request that holds it, s32 [num_tokens, 2], (−1, −1) where none; end inclusive. `None` if no
+/// token of this step lies in a span. Token t of row r has position seq_len − query_len + (t − query_start).
+/// A span of one token changes nothing and is passed over. (vLLM 0.33 `fill_mm_prefix_query_ranges`.)
+#[must_use]
+pub fn fill_mm_prefix_query_ranges(
+    query_start_loc: &[i32],
+    seq_lens: &[i32],
+    ranges: &[MmDocRange],
+    num_tokens: usize,
+) -> Option<Vec<i32>> {
+    let mut out = vec![-1; 2 * num_tokens];
+    let mut found = false;
+    for range in ranges.iter().filter(|range| range.start < range.end) {
+        let row = range.row as usize;
+        let (start, end) = (
+            i64::from(query_start_loc[row]),
+            i64::from(query_start_loc[row + 1]),
+        );
+        let first_position = i64::from(seq_lens[row]) - (end - start);
+        let from = (i64::from(range.start) - first_position + start).max(start);
+        let to = (i64::from(range.end) + 1 - first_position + start).min(end);
+        for token in from..to {
+            let at = 2 * token as usize;
+            out[at] = range.start as i32;
+            out[at + 1] = range.end as i32;
+            found = true;
+        }
+    }
+    found.then_some(out)
+}
+
+/// The spans of each request, padded. `None` if the batch has none. (vLLM 0.33 `compute_mm_prefix_range_tensor`.)
+#[must_use]
+pub fn compute_mm_prefix_ranges(num_reqs: usize, ranges: &[MmDocRange]) -> Option<MmPrefixRanges> {
+    if ranges.is_empty() {
+        return None;
+    }
+    let mut counts = vec![0usize; num_reqs];
+    for range in ranges {
+        counts[range.row as usize] += 1;
+    }
+    let max_ranges = counts.iter().copied().max().unwrap_or(0);
+    let mut data = vec![0; num_reqs * max_ranges * 2];
+    counts.fill(0);
+    for range in ranges {
+        let row = range.row as usize;
+        let at = 2 * (row * max_ranges + counts[row]);
+        data[at] = range.start as i32;
+        data[at + 1] = range.end as i32;
+        counts[row] += 1;
+    }
+    Some(MmPrefixRanges { data, max_ranges })
+}
