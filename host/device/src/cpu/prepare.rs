@@ -1,0 +1,476 @@
+//! From a backend's metadata to rows, items and merge slots. One function per family. It must never know heads (but for
+//! those that a plan names), dtypes or the cache.
+
+use timetable_attention::StepInputs;
+use timetable_types::{Causal, Input, Tensor, flash_attn, flashinfer};
+
+use super::{
+    step::{Hyperparameters, Item, NONE, PrepareError, Row, StepMetadata, inconsistent},
+    tensors,
+};
+
+/// Tokens of one of FLASH_ATTN's query tiles. It divides work among threads; no result depends on it.
+const FLASH_ATTN_TILE_TOKENS: u32 = 32;
+
+pub(super) fn flash_attn(
+    step: &mut StepMetadata,
+    metadata: &flash_attn::Metadata,
+    inputs: &StepInputs<'_>,
+) -> Result<(), PrepareError> {
+    let unsupported = |what, remedy| Err(PrepareError::Unsupported { what, remedy });
+    if metadata.dcp_context_kv_lens.is_some() || metadata.max_dcp_context_kv_len > 0 {
+        return unsupported(
+            "dcp_context_kv_lens",
+            "run without decode context parallelism",
+        );
+    }
+    if metadata.mm_prefix_query_range.is_some() {
+        return unsupported(
+            "mm_prefix_query_range",
+            "run this model without multimodal prefixes",
+        );
+    }
+    if metadata.rswa_prefix_lens.is_some() {
+        return unsupported("rswa_prefix_lens", "run this model without R-SWA");
+    }
+    if metadata.block_table != Tensor::Input(Input::BlockTable) {
+        return Err(inconsistent(
+            "block_table",
+            "it must be the step's own block table".into(),
+        ));
+    }
+    let starts = tensors::vector("query_start_loc", &metadata.query_start_loc, inputs)?;
+    let lengths = tensors::vector("seq_lens", &metadata.seq_lens, inputs)?;
+    let num_rows = starts.len().saturating_sub(1);
+    if lengths.len() < num_rows {
+        return Err(inconsistent(
+            "seq_lens",
+            format!("{} of {num_rows} rows", lengths.len()),
+        ));
+    }
+    step.num_actual_tokens = metadata.num_actual_tokens as usize;
+    step.token_rows.resize(step.num_actual_tokens, NONE);
+
+    let block_size = step.block_size as u32;
+    for row in 0..num_rows {
+        let causal = match &metadata.causal {
+            Causal::All(causal) => *causal,
+            Causal::PerRequest => {
+                let flag = inputs.causal.and_then(|flags| flags.get(row));
+                *flag.ok_or_else(|| {
+                    inconsistent("causal", format!("per request, but none for row {row}"))
+                })? != 0
+            }
+        };
+        let query = (starts[row], starts[row + 1]);
+        // A kernel's grid has max_query_len rows: tokens beyond it stay zeros.
+        let q_len = append_row(step, "query_start_loc", query, metadata.max_query_len)?;
+        let kv_len = length("seq_lens", row, lengths[row])?;
+        let page = step.pages.len() as u32;
+        if q_len > 0 && kv_len > 0 {
+            let count = kv_len.div_ceil(block_size) as usize;
+            let table = inputs.block_table;
+            if row >= table.rows() || count > table.width {
+                return Err(inconsistent(
+                    "block_table",
+                    format!(
+                        "row {row} of {} has {} columns of {block_size} tokens, {kv_len} keys need {count}",
+                        table.rows(),
+                        table.width
+                    ),
+                ));
+            }
+            append_checked_pages(step, &table.row(row)[..count])?;
+        }
+        let tile = step.slot_indptr.len() as u32 - 1;
+        step.rows.push(Row {
+            token: query.0 as u32,
+            q_len,
+            kv_len,
+            causal,
+            page,
+            tile,
+            tile_units: FLASH_ATTN_TILE_TOKENS,
+        });
+        // Every tile has as many slots as the row has splits with keys.
+        let (splits, _) = splits_of(&metadata.schedule, row, kv_len.div_ceil(block_size))?;
+        for _ in 0..q_len.div_ceil(FLASH_ATTN_TILE_TOKENS) {
+            let end = step.slot_items.len() + splits as usize;
+            step.slot_items.resize(end, NONE);
+            step.slot_indptr.push(end as u32);
+        }
+    }
+
+    match &metadata.schedule.tile_order {
+        flash_attn::TileOrder::Natural => {
+            for row in 0..num_rows {
+                append_flash_attn_items(step, &metadata.schedule, row)?;
+            }
+        }
+        flash_attn::TileOrder::Rows(order) => {
+            for &row in order {
+                let row = usize::try_from(row).ok().filter(|&row| row < num_rows);
+                let row = row.ok_or_else(|| {
+                    inconsistent("tile_order", format!("a row outside the {num_rows} rows"))
+                })?;
+                append_flash_attn_items(step, &metadata.schedule, row)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// (splits that have keys, pages of a split) of a row with `pages` pages of keys.
+fn splits_of(
+    schedule: &flash_attn::Schedule,
+    row: usize,
+    pages: u32,
+) -> Result<(u32, u32), PrepareError> {
+    let splits = match schedule.num_splits.get(row) {
+        Some(&splits) => u32::try_from(splits)
+            .ok()
+            .filter(|&splits| splits > 0)
+            .ok_or_else(|| {
+                inconsistent("num_splits", format!("{splits} in row {row}; at least 1"))
+            })?,
+        None if schedule.num_splits.is_empty() => 1,
+        None => {
+            return Err(inconsistent(
+                "num_splits",
+                format!("{} entries, none for row {row}", schedule.num_splits.len()),
+            ));
+        }
+    };
+    let pages_per_split = pages.div_ceil(splits).max(1);
+    Ok((pages.div_ceil(pages_per_split), pages_per_split))
+}
+
+fn append_flash_attn_items(
+    step: &mut StepMetadata,
+    schedule: &flash_attn::Schedule,
+    row: usize,
+) -> Result<(), PrepareError> {
+    let Row {
+        q_len,
+        kv_len,
+        tile,
+        ..
+    } = step.rows[row];
+    let block_size = step.block_size as u32;
+    let (splits, pages_per_split) = splits_of(schedule, row, kv_len.div_ceil(block_size))?;
+    let keys_per_split = pages_per_split.saturating_mul(block_size);
+    for (index, q0) in (0..q_len)
+        .step_by(FLASH_ATTN_TILE_TOKENS as usize)
+        .enumerate()
+    {
+        let slot = step.slot_indptr[tile as usize + index];
+        for split in 0..splits {
+            step.slot_items[(slot + split) as usize] = step.items.len() as u32;
+            step.items.push(Item {
+                row: row as u32,
+                q0,
+                q1: (q0 + FLASH_ATTN_TILE_TOKENS).min(q_len),
+                k0: split * keys_per_split,
+                k1: (split * keys_per_split)
+                    .saturating_add(keys_per_split)
+                    .min(kv_len),
+            });
+            step.groups.push(step.items.len() as u32);
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn flashinfer(
+    step: &mut StepMetadata,
+    metadata: &flashinfer::Metadata,
+    inputs: &StepInputs<'_>,
+) -> Result<(), PrepareError> {
+    const TRTLLM: PrepareError = PrepareError::Unsupported {
+        what: "a TensorRT-LLM kernel",
+        remedy: "set trtllm_attention and xqa to false in the builder's device configuration",
+    };
+    step.packed = true;
+    step.num_actual_tokens = metadata.num_actual_tokens as usize;
+    step.token_rows.resize(step.num_actual_tokens, NONE);
+    match &metadata.decode {
+        Some(flashinfer::Decode::Wrapper(plan)) => append_plan(step, plan, 0, inputs)?,
+        Some(flashinfer::Decode::Trtllm(_)) => return Err(TRTLLM),
+        None => {}
+    }
+    match &metadata.prefill {
+        Some(flashinfer::Prefill::Wrapper(plan)) => {
+            append_plan(step, plan, metadata.num_decode_tokens, inputs)?;
+        }
+        Some(flashinfer::Prefill::Trtllm(_)) => return Err(TRTLLM),
+        None => {}
+    }
+    Ok(())
+}
+
+/// Appends one part (decodes or prefills), whose first token is `first_token`.
+fn append_plan(
+    step: &mut StepMetadata,
+    plan: &flashinfer::Plan,
+    first_token: u32,
+    inputs: &StepInputs<'_>,
+) -> Result<(), PrepareError> {
+    let PartLayout {
+        first_row,
+        first_tile,
+        heads_per_kv_head,
+    } = append_plan_rows(step, plan, first_token, inputs)?;
+    let work = &plan.work;
+    let tile_units = plan.work.cta_tile_q;
+    let num_items = work.request_indices.len();
+    if work.qo_tile_indices.len() != num_items || work.kv_tile_indices.len() != num_items {
+        return Err(inconsistent(
+            "request_indices",
+            format!(
+                "{num_items} entries, qo_tile_indices {}, kv_tile_indices {}",
+                work.qo_tile_indices.len(),
+                work.kv_tile_indices.len()
+            ),
+        ));
+    }
+
+    // Merge slots. A tile without an entry has none.
+    let num_rows = step.rows.len() - first_row;
+    let num_tiles = step.rows[first_row..]
+        .iter()
+        .map(|row| (row.q_len * heads_per_kv_head).div_ceil(tile_units) as usize)
+        .sum::<usize>();
+    let first_slot = step.slot_items.len();
+    let mut end = 0;
+    for tile in 0..num_tiles {
+        let bound = work.merge_indptr.get(tile + 1).copied().unwrap_or(end);
+        if bound < end || bound as usize > num_items {
+            return Err(inconsistent(
+                "merge_indptr",
+                format!("{bound} after {end}, of {num_items} work items"),
+            ));
+        }
+        end = bound;
+        step.slot_indptr.push((first_slot + bound as usize) as u32);
+    }
+    step.slot_items.resize(first_slot + end as usize, NONE);
+
+    // A tile's first chunk takes its first slot: chunks before it lie outside a window.
+    let tile_of = |item: usize, rows: &[Row]| -> Option<(usize, u32, u32, u32)> {
+        let row = usize::try_from(work.request_indices[item])
+            .ok()
+            .filter(|&row| row < num_rows)?;
+        let q = u32::try_from(work.qo_tile_indices[item]).ok()?;
+        let k = u32::try_from(work.kv_tile_indices[item]).ok()?;
+        let of = rows[first_row + row];
+        let tiles = (of.q_len * heads_per_kv_head).div_ceil(tile_units);
+        (q < tiles).then_some((first_row + row, of.tile - first_tile + q, q, k))
+    };
+    let mut first_chunk = vec![u32::MAX; num_tiles];
+    for item in 0..num_items {
+        if let Some((_, tile, _, k)) = tile_of(item, &step.rows) {
+            let first = &mut first_chunk[tile as usize];
+            *first = k.min(*first);
+        }
+    }
+
+    for worker in work.worker_indptr.windows(2) {
+        let items = usize::try_from(worker[0])
+            .ok()
+            .zip(usize::try_from(worker[1]).ok());
+        let Some((start, end)) = items.filter(|&(start, end)| start <= end && end <= num_items)
+        else {
+            return Err(inconsistent(
+                "worker_indptr",
+                format!("[{}, {}) of {num_items} work items", worker[0], worker[1]),
+            ));
+        };
+        for item in start..end {
+            let Some((row, tile, q, k)) = tile_of(item, &step.rows) else {
+                continue;
+            };
+            let of = step.rows[row];
+            let k0 = k.saturating_mul(work.kv_chunk_size).min(of.kv_len);
+            let k1 = k0.saturating_add(work.kv_chunk_size).min(of.kv_len);
+            let slot = step.slot_indptr[first_tile as usize + tile as usize] as usize
+                + (k - first_chunk[tile as usize]) as usize;
+            if let Some(slot) = step.slot_items.get_mut(slot) {
+                *slot = step.items.len() as u32;
+            }
+            step.items.push(Item {
+                row: row as u32,
+                q0: q * tile_units,
+                q1: ((q + 1) * tile_units).min(of.q_len * heads_per_kv_head),
+                k0,
+                k1,
+            });
+        }
+        step.groups.push(step.items.len() as u32);
+    }
+    Ok(())
+}
+
+struct PartLayout {
+    first_row: usize,
+    first_tile: u32,
+    heads_per_kv_head: u32,
+}
+
+/// Appends a part's rows and pages.
+fn append_plan_rows(
+    step: &mut StepMetadata,
+    plan: &flashinfer::Plan,
+    first_token: u32,
+    inputs: &StepInputs<'_>,
+) -> Result<PartLayout, PrepareError> {
+    if plan.dcp_world_size > 1 || plan.function == flashinfer::PlanFunction::BatchDcpPrefillPlan {
+        return Err(PrepareError::Unsupported {
+            what: "dcp_world_size",
+            remedy: "run without decode context parallelism",
+        });
+    }
+    if plan.page_size as usize != step.block_size {
+        return Err(inconsistent(
+            "page_size",
+            format!(
+                "{}, but the kernel block size is {}",
+                plan.page_size, step.block_size
+            ),
+        ));
+    }
+    if plan.work.cta_tile_q == 0 || plan.work.kv_chunk_size == 0 {
+        return Err(inconsistent(
+            "cta_tile_q, kv_chunk_size",
+            "0; at least 1".into(),
+        ));
+    }
+    if plan.num_kv_heads == 0 || !plan.num_qo_heads.is_multiple_of(plan.num_kv_heads) {
+        return Err(inconsistent(
+            "num_qo_heads",
+            format!(
+                "{} is not a multiple of {} KV heads",
+                plan.num_qo_heads, plan.num_kv_heads
+            ),
+        ));
+    }
+    let heads_per_kv_head = plan.num_qo_heads / plan.num_kv_heads;
+    step.hyperparameters.push(Hyperparameters {
+        num_qo_heads: plan.num_qo_heads as usize,
+        num_kv_heads: plan.num_kv_heads as usize,
+        head_dim: plan.head_dim as usize,
+        sm_scale: plan.sm_scale,
+        window_left: plan.window_left,
+        logits_soft_cap: plan.logits_soft_cap,
+    });
+
+    let starts = tensors::vector("qo_indptr", &plan.qo_indptr, inputs)?;
+    let num_rows = plan.paged_kv_indptr.len().saturating_sub(1);
+    if starts.len() != num_rows + 1 || plan.paged_kv_last_page_len.len() != num_rows {
+        return Err(inconsistent(
+            "paged_kv_indptr",
+            format!(
+                "{num_rows} rows, but qo_indptr has {} entries and paged_kv_last_page_len {}",
+                starts.len(),
+                plan.paged_kv_last_page_len.len()
+            ),
+        ));
+    }
+    let first_page = step.pages.len();
+    tensors::append_pages(
+        "paged_kv_indices",
+        &plan.paged_kv_indices,
+        &plan.paged_kv_indptr,
+        inputs,
+        &mut step.pages,
+    )?;
+    check_pages(step, first_page)?;
+
+    let first_row = step.rows.len();
+    let first_tile = step.slot_indptr.len() as u32 - 1;
+    let mut tile = first_tile;
+    let mut page = first_page as u32;
+    for row in 0..num_rows {
+        let pages = (plan.paged_kv_indptr[row + 1] - plan.paged_kv_indptr[row]) as u32;
+        let last = length(
+            "paged_kv_last_page_len",
+            row,
+            plan.paged_kv_last_page_len[row],
+        )?;
+        if last > plan.page_size {
+            return Err(inconsistent(
+                "paged_kv_last_page_len",
+                format!("{last} in row {row}, pages have {}", plan.page_size),
+            ));
+        }
+        let kv_len = match pages {
+            0 => 0,
+            pages => (pages - 1)
+                .saturating_mul(plan.page_size)
+                .saturating_add(last),
+        };
+        let query = (
+            starts[row].saturating_add_unsigned(first_token),
+            starts[row + 1].saturating_add_unsigned(first_token),
+        );
+        let q_len = append_row(step, "qo_indptr", query, u32::MAX)?;
+        step.rows.push(Row {
+            token: query.0 as u32,
+            q_len,
+            kv_len,
+            causal: plan.causal,
+            page,
+            tile,
+            tile_units: plan.work.cta_tile_q,
+        });
+        page += pages;
+        tile += q_len
+            .saturating_mul(heads_per_kv_head)
+            .div_ceil(plan.work.cta_tile_q);
+    }
+    Ok(PartLayout {
+        first_row,
+        first_tile,
+        heads_per_kv_head,
+    })
+}
+
+/// Gives the tokens [start, end) to the row about to be pushed, at most `max` of them. Its query length.
+fn append_row(
+    step: &mut StepMetadata,
+    field: &'static str,
+    (start, end): (i32, i32),
+    max: u32,
+) -> Result<u32, PrepareError> {
+    let row = step.rows.len() as u32;
+    let tokens = step.token_rows.len();
+    let range = usize::try_from(start).ok().zip(usize::try_from(end).ok());
+    let Some((start, end)) = range.filter(|&(start, end)| start <= end && end <= tokens) else {
+        return Err(inconsistent(
+            field,
+            format!("row {row} has tokens [{start}, {end}) of {tokens}"),
+        ));
+    };
+    let q_len = (end - start).min(max as usize);
+    step.token_rows[start..start + q_len].fill(row);
+    Ok(q_len as u32)
+}
+
+fn append_checked_pages(step: &mut StepMetadata, pages: &[i32]) -> Result<(), PrepareError> {
+    let first = step.pages.len();
+    step.pages.extend_from_slice(pages);
+    check_pages(step, first)
+}
+
+/// Notes the largest block id from `first` on.
+fn check_pages(step: &mut StepMetadata, first: usize) -> Result<(), PrepareError> {
+    for &page in &step.pages[first..] {
+        let block = usize::try_from(page)
+            .map_err(|_| inconsistent("block_table", format!("block id {page}")))?;
+        step.num_blocks_used = step.num_blocks_used.max(block + 1);
+    }
+    Ok(())
+}
+
+fn length(field: &'static str, row: usize, value: i32) -> Result<u32, PrepareError> {
+    u32::try_from(value).map_err(|_| inconsistent(field, format!("{value} in row {row}")))
+}
