@@ -9,9 +9,15 @@ mod builder;
 pub mod group;
 pub mod kernel_block;
 pub mod layout;
+mod plain;
+mod resolve;
 pub mod spec;
 mod step;
+pub mod verify;
 
 pub use builder::{BuildFault, FaultKind, MetadataBuilder};
+pub use plain::plain_builder;
+pub use resolve::{ResolveError, Resolver, Siblings};
 pub use step::{BlockTable, PAD_SLOT_ID, StepInputs};
 pub use timetable_types as types;
+pub use verify::{Grant, Refusal, Verifier, VerifyContext, verify, verify_step};

@@ -1,0 +1,430 @@
+//! FLASH_ATTN: one rule for each field.
+
+use timetable_types::{
+    Causal, DcpLocal, DcpSource, Dtype, Input, KvCacheSpecKind, RowRange, Tensor,
+    flash_attn::{Metadata, Schedule, SchedulerMetadataCall, TileOrder},
+};
+
+use super::{
+    Scratch, VerifyContext, lanes, reference,
+    refusal::{Refusal, Rule, absent, between, configured, equal, length, present},
+};
+
+pub(super) fn verify(
+    metadata: &Metadata,
+    ctx: &VerifyContext<'_>,
+    scratch: &mut Scratch,
+) -> Result<(), Refusal> {
+    let Metadata {
+        num_actual_tokens,
+        max_query_len,
+        query_start_loc,
+        max_seq_len,
+        seq_lens,
+        block_table,
+        slot_mapping,
+        causal,
+        max_dcp_context_kv_len,
+        dcp_context_kv_lens,
+        num_decode_reqs,
+        num_prefill_reqs,
+        num_decode_tokens,
+        num_prefill_tokens,
+        max_num_splits,
+        scheduler_metadata,
+        mm_prefix_query_range,
+        rswa_prefix_lens,
+        rswa_window,
+        schedule,
+    } = metadata;
+    let (common, attention) = (ctx.common, &ctx.config.attention);
+    let cross = ctx.config.kv_cache_spec.kind == KvCacheSpecKind::CrossAttention
+        && common.encoder.is_some();
+
+    // The padded token count: output beyond it stays unwritten, beyond the batch there is none.
+    equal(
+        "num_actual_tokens",
+        *num_actual_tokens,
+        common.num_actual_tokens,
+    )?;
+    // At least the longest query (less leaves output unwritten), at most what the launch was promised.
+    let (longest, _) = lanes::steps(ctx.inputs.query_start_loc);
+    between(
+        "max_query_len",
+        *max_query_len,
+        longest,
+        ctx.max_query_bound().max(longest.into()),
+    )?;
+    reference("query_start_loc", query_start_loc, Input::QueryStartLoc)?;
+    // At least the longest keys (less leaves keys out), at most the longest sequence served.
+    let key_lens = match ctx.inputs.encoder_seq_lens {
+        Some(lens) if cross => lens,
+        _ => ctx.inputs.seq_lens,
+    };
+    let longest_keys = lanes::max_i32(key_lens);
+    between(
+        "max_seq_len",
+        *max_seq_len,
+        longest_keys,
+        ctx.max_len_bound().max(longest_keys.into()),
+    )?;
+    let key_input = if cross {
+        Input::EncoderSeqLens
+    } else {
+        Input::SeqLens
+    };
+    reference("seq_lens", seq_lens, key_input)?;
+    reference("block_table", block_table, Input::BlockTable)?;
+    reference("slot_mapping", slot_mapping, Input::SlotMapping)?;
+    // The batch's own flag, or its rows' flags by reference.
+    configured(
+        "causal",
+        causal == &common.causal,
+        flag(causal),
+        flag(&common.causal),
+    )?;
+    dcp_context(ctx, *max_dcp_context_kv_len, dcp_context_kv_lens.as_ref())?;
+    let counts = [
+        *num_decode_reqs,
+        *num_decode_tokens,
+        *num_prefill_reqs,
+        *num_prefill_tokens,
+    ];
+    dcp_counts(ctx, counts)?;
+    // 0: the kernel's heuristic; else within scratch and promise.
+    between("max_num_splits", *max_num_splits, 0, ctx.max_splits_bound())?;
+    if let Some(call) = scheduler_metadata {
+        scheduler_call(call, metadata, ctx).map_err(|r| r.within("scheduler_metadata"))?;
+    }
+    mm_prefix(ctx, mm_prefix_query_range.as_ref())?;
+    // The prompt lengths by reference, where the model uses them and only there.
+    if attention.use_rswa && ctx.inputs.rswa_prefix_lens.is_some() {
+        let lens = present("rswa_prefix_lens", rswa_prefix_lens)?;
+        reference("rswa_prefix_lens", lens, Input::RswaPrefixLens)?;
+        equal("rswa_window", *rswa_window, attention.rswa_window)?;
+    } else {
+        absent("rswa_prefix_lens", rswa_prefix_lens.is_some())?;
+        // Without prefix lengths the window means nothing; the field still shows the model's.
+        let shown = *rswa_window == 0 || *rswa_window == attention.rswa_window;
+        configured(
+            "rswa_window",
+            shown,
+            (*rswa_window).into(),
+            attention.rswa_window.into(),
+        )?;
+    }
+    executed(schedule, ctx, scratch).map_err(|r| r.within("schedule"))
+}
+
+/// Timetable's schedule, which impls execute: splits within scratch and promise, every row's tiles started once.
+fn executed(
+    schedule: &Schedule,
+    ctx: &VerifyContext<'_>,
+    scratch: &mut Scratch,
+) -> Result<(), Refusal> {
+    let Schedule {
+        max_num_splits,
+        num_splits,
+        tile_order,
+    } = schedule;
+    let rows = ctx.rows();
+    // Sizes the scratch of partial results, so at least 1 and no more than there is room for.
+    between("max_num_splits", *max_num_splits, 1, ctx.max_splits_bound())?;
+    // One count for each row, or none at all; each within the maximum. Rows of padding have no keys: any count is inert.
+    if !num_splits.is_empty() {
+        length("num_splits", num_splits.len(), rows)?;
+        let max = *max_num_splits as i32;
+        let signs = num_splits.iter().fold(0, |signs, &splits| {
+            signs | splits.wrapping_sub(1) | max.wrapping_sub(splits)
+        });
+        if signs < 0 {
+            for (row, &splits) in num_splits.iter().enumerate() {
+                between("num_splits", splits, 1, max).map_err(|refusal| Refusal {
+                    row: Some(row as u32),
+                    ..refusal
+                })?;
+            }
+        }
+    }
+    // A permutation of the rows.
+    if let TileOrder::Rows(order) = tile_order {
+        length("tile_order", order.len(), rows)?;
+        let mut seen = lanes::Bits::clear(&mut scratch.seen, rows);
+        for (position, &row) in order.iter().enumerate() {
+            if row < 0 {
+                return Err(Refusal::at(
+                    "tile_order",
+                    position,
+                    row.into(),
+                    Rule::AtLeast,
+                    0,
+                ));
+            }
+            if row as usize >= rows {
+                return Err(Refusal::at(
+                    "tile_order",
+                    position,
+                    row.into(),
+                    Rule::Below,
+                    rows as i64,
+                ));
+            }
+            if !seen.insert(row as usize) {
+                return Err(Refusal::at(
+                    "tile_order",
+                    position,
+                    row.into(),
+                    Rule::Once,
+                    1,
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Lengths of the context that this rank holds, and their maximum.
+fn dcp_context(ctx: &VerifyContext<'_>, max: u32, lens: Option<&Tensor>) -> Result<(), Refusal> {
+    let dcp = ctx.dcp();
+    if dcp.world <= 1 {
+        equal("max_dcp_context_kv_len", max, 0)?;
+        return absent("dcp_context_kv_lens", lens.is_some());
+    }
+    let (mut longest, mut any) = (0, false);
+    let starts = ctx.inputs.query_start_loc;
+    for (&len, pair) in ctx.inputs.seq_lens.iter().zip(starts.windows(2)) {
+        let context = len - (pair[1] - pair[0]);
+        any |= context > 0;
+        longest = longest.max(dcp.local_len(context));
+    }
+    let run = i64::from(dcp.world) * i64::from(dcp.interleave);
+    let bound = ctx.max_len_bound().div_euclid(run).saturating_add(1) * i64::from(dcp.interleave);
+    // 0 skips the pass over the context on every rank, which only a batch without context allows.
+    let least = if any { longest.max(1) } else { 0 };
+    between(
+        "max_dcp_context_kv_len",
+        max,
+        least,
+        bound.max(least.into()),
+    )?;
+    let wanted = DcpLocal {
+        source: DcpSource::ContextLens,
+        rows: RowRange {
+            start: 0,
+            end: ctx.common.num_reqs,
+        },
+    };
+    match lens {
+        Some(Tensor::DcpLocal(local)) if *local == wanted => Ok(()),
+        None => Err(Refusal::new("dcp_context_kv_lens", 0, Rule::Present, 1)),
+        Some(_) => Err(Refusal::reference(
+            "dcp_context_kv_lens",
+            "dcp-local context lengths of all rows",
+        )),
+    }
+}
+
+/// Under decode context parallelism: the leading rows that decode, then those that extend a context.
+fn dcp_counts(ctx: &VerifyContext<'_>, counts: [u32; 4]) -> Result<(), Refusal> {
+    let [decodes, decode_tokens, prefills, prefill_tokens] = counts;
+    let rows = ctx.common.num_reqs;
+    if ctx.dcp().world <= 1 {
+        equal("num_decode_reqs", decodes, 0)?;
+        equal("num_decode_tokens", decode_tokens, 0)?;
+        equal("num_prefill_reqs", prefills, 0)?;
+        return equal("num_prefill_tokens", prefill_tokens, 0);
+    }
+    if counts == [0; 4] {
+        return Ok(());
+    }
+    between("num_decode_reqs", decodes, 0, rows)?;
+    between("num_prefill_reqs", prefills, 0, rows - decodes)?;
+    let starts = ctx.inputs.query_start_loc;
+    // Tokens up to a row; after the last row those of the padding too.
+    let tokens_before = |row: u32| {
+        if row == rows {
+            i64::from(ctx.common.num_actual_tokens)
+        } else {
+            i64::from(starts[row as usize])
+        }
+    };
+    let end = decodes + prefills;
+    equal("num_decode_tokens", decode_tokens, tokens_before(decodes))?;
+    equal(
+        "num_prefill_tokens",
+        prefill_tokens,
+        tokens_before(end) - tokens_before(decodes),
+    )?;
+    // Rows after both have no context, or the pass over it would miss them.
+    for row in end as usize..rows as usize {
+        let context = ctx.inputs.seq_lens[row] - (starts[row + 1] - starts[row]);
+        if context > 0 {
+            return Err(Refusal::at(
+                "num_prefill_reqs",
+                row,
+                context.into(),
+                Rule::Equal,
+                0,
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The arguments of the field's scheduler: a record of what was asked for. No impl executes it; it must agree with the rest.
+fn scheduler_call(
+    call: &SchedulerMetadataCall,
+    metadata: &Metadata,
+    ctx: &VerifyContext<'_>,
+) -> Result<(), Refusal> {
+    let SchedulerMetadataCall {
+        batch_size,
+        max_seqlen_q,
+        max_seqlen_k,
+        num_heads_q,
+        num_heads_kv,
+        headdim,
+        cache_seqlens,
+        qkv_dtype,
+        cu_seqlens_q,
+        page_size,
+        causal,
+        window_size,
+        num_splits,
+        scheduler_metadata_len,
+    } = call;
+    let (config, spec) = (ctx.config, &ctx.config.kv_cache_spec);
+    let sharded = ctx.dcp().world > 1;
+    equal("batch_size", *batch_size, ctx.common.num_reqs)?;
+    equal("max_seqlen_q", *max_seqlen_q, metadata.max_query_len)?;
+    let (keys, lens) = match &metadata.dcp_context_kv_lens {
+        Some(lens) if sharded => (metadata.max_dcp_context_kv_len, lens),
+        _ => (metadata.max_seq_len, &metadata.seq_lens),
+    };
+    equal("max_seqlen_k", *max_seqlen_k, keys)?;
+    let heads = config.attention.num_heads.saturating_mul(ctx.dcp().world);
+    equal("num_heads_q", *num_heads_q, heads)?;
+    equal("num_heads_kv", *num_heads_kv, spec.num_kv_heads)?;
+    equal("headdim", *headdim, spec.head_size)?;
+    if cache_seqlens != lens {
+        return Err(Refusal::reference(
+            "cache_seqlens",
+            "key lengths, as the record has them",
+        ));
+    }
+    let dtype = *qkv_dtype == config.attention.model_dtype || is_fp8(*qkv_dtype);
+    configured(
+        "qkv_dtype",
+        dtype,
+        *qkv_dtype as i64,
+        config.attention.model_dtype as i64,
+    )?;
+    reference("cu_seqlens_q", cu_seqlens_q, Input::QueryStartLoc)?;
+    equal("page_size", *page_size, spec.block_size)?;
+    let flag = !sharded && metadata.causal == Causal::All(true);
+    let holds = *causal == flag || metadata.causal == Causal::PerRequest;
+    configured("causal", holds, i64::from(*causal), i64::from(flag))?;
+    let (left, right) = *window_size;
+    let configured_window =
+        window_is_configured(ctx, left) && (right == -1 || right == 0 || right == left);
+    configured("window_size", configured_window, left.into(), -1)?;
+    equal("num_splits", *num_splits, metadata.max_num_splits)?;
+    // The field's buffer: one counter, and four entries for each row of the largest batch, rounded up to four rows.
+    let most = ctx
+        .common
+        .num_reqs
+        .max(config.scheduler.max_num_seqs)
+        .max(config.cudagraph.max_capture_size);
+    let room = 1 + i64::from(most).div_euclid(4).saturating_add(1) * 16;
+    between("scheduler_metadata_len", *scheduler_metadata_len, 0, room)
+}
+
+/// Is `left` a window of this group, as the kernels count it (keys before the current one; −1 for all)?
+pub(super) fn window_is_configured(ctx: &VerifyContext<'_>, left: i32) -> bool {
+    let windows = &ctx.config.attention.sliding_windows;
+    match ctx.config.kv_cache_spec.sliding_window {
+        Some(window) if i64::from(left) == i64::from(window) - 1 => true,
+        None if left == -1 && windows.is_empty() => true,
+        _ => windows.contains(&left),
+    }
+}
+
+pub(super) fn is_fp8(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::Float8E4m3 | Dtype::Float8E5m2)
+}
+
+/// For each token the bidirectional span that covers it, absolute, or (−1, −1).
+fn mm_prefix(ctx: &VerifyContext<'_>, tensor: Option<&Tensor>) -> Result<(), Refusal> {
+    const FIELD: &str = "mm_prefix_query_range";
+    let ranges = &ctx.common.mm_req_doc_ranges;
+    let matrix = match tensor {
+        // Nothing is bidirectional then, which the field also does when no scheduled token is covered.
+        None => {
+            return match covered_tokens(ctx).next() {
+                Some(_) => Err(Refusal::new(FIELD, 0, Rule::Present, 1)),
+                None => Ok(()),
+            };
+        }
+        Some(_) if ranges.is_empty() => return absent(FIELD, true),
+        Some(Tensor::Matrix(matrix)) => matrix,
+        Some(_) => return Err(Refusal::reference(FIELD, "spans, as a matrix by value")),
+    };
+    equal(FIELD, matrix.columns, 2)?;
+    length(
+        FIELD,
+        matrix.rows as usize,
+        ctx.common.num_actual_tokens as usize,
+    )?;
+    length(FIELD, matrix.values.len(), 2 * matrix.rows as usize)?;
+    let mut covered = 0;
+    for (token, start, end) in covered_tokens(ctx) {
+        covered += 1;
+        for (value, wanted) in [
+            (matrix.values[2 * token], start),
+            (matrix.values[2 * token + 1], end),
+        ] {
+            if i64::from(value) != wanted {
+                return Err(Refusal::at(FIELD, token, value.into(), Rule::Equal, wanted));
+            }
+        }
+    }
+    // Spans of a row do not overlap, so every further pair must be empty.
+    let mut filled = 0;
+    for (token, pair) in matrix.values.chunks_exact(2).enumerate() {
+        if pair != [-1, -1] {
+            filled += 1;
+        }
+        if filled > covered {
+            return Err(Refusal::at(FIELD, token, pair[0].into(), Rule::Equal, -1));
+        }
+    }
+    Ok(())
+}
+
+/// (token, span start, span end) for each scheduled token within a span of at least two tokens.
+fn covered_tokens<'c>(ctx: &'c VerifyContext<'_>) -> impl Iterator<Item = (usize, i64, i64)> + 'c {
+    let starts = ctx.inputs.query_start_loc;
+    ctx.common.mm_req_doc_ranges.iter().flat_map(move |range| {
+        let (start, end) = (i64::from(range.start), i64::from(range.end));
+        let row = range.row as usize;
+        let (first, last) = match (starts.get(row), starts.get(row + 1), ctx.lens().get(row)) {
+            (Some(&q0), Some(&q1), Some(&len)) if start < end => {
+                let (q0, query) = (i64::from(q0), i64::from(q1 - q0));
+                let context = i64::from(len) - query;
+                (
+                    q0 + (start - context).max(0),
+                    q0 + (end - context).min(query - 1),
+                )
+            }
+            _ => (0, -1),
+        };
+        (first..=last).map(move |token| (token as usize, start, end))
+    })
+}
+
+fn flag(causal: &Causal) -> i64 {
+    match causal {
+        Causal::All(flag) => i64::from(*flag),
+        Causal::PerRequest => 2,
+    }
+}

@@ -1,0 +1,71 @@
+//! Loops over whole vectors without a branch per element, so that the compiler makes lanes of them. Each says only whether
+//! something is wrong; the caller then looks for the first offender element by element.
+
+/// Are all values in 0..=last?
+pub(super) fn all_within_i32(values: &[i32], last: i32) -> bool {
+    // Negative values set the sign bit themselves; too large ones set it in the difference, which then cannot wrap.
+    let mut signs = 0i32;
+    for &value in values {
+        signs |= value | last.wrapping_sub(value);
+    }
+    signs >= 0
+}
+
+/// Are all values in low..=last, for low ∈ {−1, 0}?
+pub(super) fn all_within_i64(values: &[i64], low: i64, last: i64) -> bool {
+    let mut signs = 0i64;
+    for &value in values {
+        signs |= value.wrapping_sub(low) | last.wrapping_sub(value);
+    }
+    signs >= 0
+}
+
+/// Are all values `wanted`?
+pub(super) fn all_equal_i64(values: &[i64], wanted: i64) -> bool {
+    let mut differences = 0i64;
+    for &value in values {
+        differences |= value ^ wanted;
+    }
+    differences == 0
+}
+
+/// The largest value; 0 for none.
+pub(super) fn max_i32(values: &[i32]) -> i32 {
+    values.iter().fold(0, |max, &value| max.max(value))
+}
+
+/// The largest step of a running sum, and whether no value is negative and none falls.
+pub(super) fn steps(values: &[i32]) -> (i32, bool) {
+    let (mut max, mut signs) = (0i32, 0i32);
+    if let Some(rest) = values.get(1..) {
+        for (&a, &b) in values.iter().zip(rest) {
+            let step = b.wrapping_sub(a);
+            signs |= step | a | b;
+            max = max.max(step);
+        }
+    }
+    (max, signs >= 0)
+}
+
+/// A bit set over reused memory.
+pub(super) struct Bits<'s>(&'s mut [u64]);
+
+impl<'s> Bits<'s> {
+    /// `len` clear bits.
+    pub(super) fn clear(memory: &'s mut Vec<u64>, len: usize) -> Self {
+        let words = len.div_ceil(64);
+        if memory.len() < words {
+            memory.resize(words, 0);
+        }
+        memory[..words].fill(0);
+        Bits(&mut memory[..words])
+    }
+
+    /// Sets a bit of those that there are; was it clear?
+    pub(super) fn insert(&mut self, index: usize) -> bool {
+        let (word, bit) = (index / 64, 1u64 << (index % 64));
+        let fresh = self.0[word] & bit == 0;
+        self.0[word] |= bit;
+        fresh
+    }
+}

@@ -1,0 +1,301 @@
+//! The work list: every (query tile, key chunk) that must be attended to, exactly once, in linear time.
+//!
+//! Two passes over the items. The first finds each tile's lowest chunk; then a tile's items must fill its places of
+//! `merge_indptr` one each, in chunk order. There are as many places as items, so items that all hit different places
+//! leave none empty, and a tile's chunks form one run without gaps. What remains is that the run covers the keys the tile
+//! needs and ends within the request.
+
+use timetable_types::flashinfer::WorkList;
+
+use super::{
+    Scratch,
+    lanes::Bits,
+    refusal::{Refusal, Rule, between, length},
+};
+
+/// What the list must cover.
+pub(super) struct Demand<'a> {
+    /// s32 [n + 1]: query starts of the part's rows, not rebased.
+    pub(super) query_starts: &'a [i32],
+    /// s32 [n]: keys of each row.
+    pub(super) key_lens: &'a [i32],
+    /// Query heads that share a KV head.
+    pub(super) group_size: u32,
+    pub(super) page_size: u32,
+    /// Query tokens are the last of their keys, and see none after themselves.
+    pub(super) causal: bool,
+    /// Keys before the current one that are seen; negative for all.
+    pub(super) window_left: i32,
+    /// How much shorter than `key_lens` the device's lengths may be: rejected speculative tokens.
+    pub(super) inexact_by: i64,
+    /// The most chunks of one tile.
+    pub(super) max_splits: i64,
+    /// The most items; none outside graphs.
+    pub(super) max_items: Option<u32>,
+    /// The most workers.
+    pub(super) max_workers: i64,
+    /// The plan's `disable_split_kv`.
+    pub(super) disable_split_kv: bool,
+}
+
+pub(super) fn verify(
+    work: &WorkList,
+    demand: &Demand<'_>,
+    scratch: &mut Scratch,
+) -> Result<(), Refusal> {
+    let WorkList {
+        kv_chunk_size,
+        cta_tile_q,
+        request_indices,
+        qo_tile_indices,
+        kv_tile_indices,
+        worker_indptr,
+        merge_indptr,
+        split_kv,
+    } = work;
+    let rows = demand.key_lens.len();
+    let items = request_indices.len();
+
+    // Whole pages, so that a chunk starts at a page.
+    let page = demand.page_size.max(1);
+    if *kv_chunk_size == 0 || kv_chunk_size % page != 0 {
+        return Err(Refusal::new(
+            "kv_chunk_size",
+            (*kv_chunk_size).into(),
+            Rule::MultipleOf,
+            page.into(),
+        ));
+    }
+    between("cta_tile_q", *cta_tile_q, 1, i32::MAX)?;
+    // The three columns of the list are equally long, and within the promise.
+    if let Some(most) = demand.max_items {
+        between("request_indices", items as i64, 0, most).map_err(|refusal| Refusal {
+            field: "work_items",
+            ..refusal
+        })?;
+    }
+    between("work_items", items as i64, 0, i32::MAX)?;
+    length("qo_tile_indices", qo_tile_indices.len(), items)?;
+    length("kv_tile_indices", kv_tile_indices.len(), items)?;
+    running_sum("worker_indptr", worker_indptr, items)?;
+    between(
+        "worker_indptr",
+        worker_indptr.len() as i64 - 1,
+        1,
+        demand.max_workers,
+    )
+    .map_err(|refusal| Refusal {
+        field: "workers",
+        ..refusal
+    })?;
+
+    // Query tiles of each row.
+    let tiles_of = |row: usize| {
+        let query = demand.query_starts[row + 1] - demand.query_starts[row];
+        (query as u64 * u64::from(demand.group_size)).div_ceil(u64::from(*cta_tile_q))
+    };
+    scratch.tile_start.clear();
+    let mut tiles = 0u64;
+    for row in 0..rows {
+        scratch.tile_start.push(tiles as u32);
+        tiles += tiles_of(row);
+    }
+    scratch.tile_start.push(tiles as u32);
+    let tiles = tiles as usize;
+    length("merge_indptr", merge_indptr.len(), tiles + 1)?;
+    running_sum("merge_indptr", merge_indptr, items)?;
+
+    // First pass: every index names a row, a tile and a chunk that exist; the lowest chunk of each tile.
+    scratch.first_chunk.clear();
+    scratch.first_chunk.resize(tiles, i32::MAX);
+    let chunks_of = |row: usize| {
+        (demand.key_lens[row].max(0) as u32)
+            .div_ceil(*kv_chunk_size)
+            .max(1) as i64
+    };
+    let mut cached = (usize::MAX, 0i64);
+    for (item, ((&request, &tile), &chunk)) in request_indices
+        .iter()
+        .zip(qo_tile_indices)
+        .zip(kv_tile_indices)
+        .enumerate()
+    {
+        index("request_indices", item, request, rows as i64)?;
+        let row = request as usize;
+        let start = scratch.tile_start[row];
+        index(
+            "qo_tile_indices",
+            item,
+            tile,
+            i64::from(scratch.tile_start[row + 1] - start),
+        )?;
+        if cached.0 != row {
+            cached = (row, chunks_of(row));
+        }
+        index("kv_tile_indices", item, chunk, cached.1)?;
+        let first = &mut scratch.first_chunk[start as usize + tile as usize];
+        *first = (*first).min(chunk);
+    }
+    // Second pass: each item has a place of its own.
+    let mut seen = Bits::clear(&mut scratch.seen, items);
+    for (item, ((&request, &tile), &chunk)) in request_indices
+        .iter()
+        .zip(qo_tile_indices)
+        .zip(kv_tile_indices)
+        .enumerate()
+    {
+        let tile = scratch.tile_start[request as usize] as usize + tile as usize;
+        let place = i64::from(merge_indptr[tile]) + i64::from(chunk - scratch.first_chunk[tile]);
+        if place >= i64::from(merge_indptr[tile + 1]) {
+            let bound = i64::from(merge_indptr[tile + 1]);
+            return Err(Refusal::at("merge_indptr", tile, place, Rule::Below, bound));
+        }
+        if !seen.insert(place as usize) {
+            return Err(Refusal::at(
+                "kv_tile_indices",
+                item,
+                chunk.into(),
+                Rule::Once,
+                1,
+            ));
+        }
+    }
+    // Each tile's run of chunks covers the keys that it must attend to.
+    let mut any_split = false;
+    for row in 0..rows {
+        let (start, end) = (
+            scratch.tile_start[row] as usize,
+            scratch.tile_start[row + 1] as usize,
+        );
+        for tile in start..end {
+            let count = i64::from(merge_indptr[tile + 1] - merge_indptr[tile]);
+            if count > demand.max_splits {
+                return Err(Refusal::at(
+                    "merge_indptr",
+                    tile,
+                    count,
+                    Rule::AtMost,
+                    demand.max_splits,
+                ));
+            }
+            any_split |= count > 1;
+            let first = if count == 0 {
+                0
+            } else {
+                i64::from(scratch.first_chunk[tile])
+            };
+            let needed = needed_chunks(
+                demand,
+                row,
+                (tile - start) as u64,
+                *cta_tile_q,
+                *kv_chunk_size,
+            );
+            if needed.0 < needed.1 {
+                if first > needed.0 {
+                    return Err(Refusal::at(
+                        "kv_tile_indices",
+                        tile,
+                        first,
+                        Rule::AtMost,
+                        needed.0,
+                    ));
+                }
+                if first + count < needed.1 {
+                    let last = first + count - 1;
+                    return Err(Refusal::at(
+                        "kv_tile_indices",
+                        tile,
+                        last,
+                        Rule::AtLeast,
+                        needed.1 - 1,
+                    ));
+                }
+            }
+        }
+    }
+    // Without the merge, a second chunk would overwrite the first.
+    if any_split && !split_kv {
+        return Err(Refusal::new("split_kv", 0, Rule::Equal, 1));
+    }
+    if any_split && demand.disable_split_kv {
+        return Err(Refusal::new("split_kv", 1, Rule::Equal, 0));
+    }
+    Ok(())
+}
+
+/// Chunks [first, end) that tile `tile` of row `row` must attend to.
+fn needed_chunks(
+    demand: &Demand<'_>,
+    row: usize,
+    tile: u64,
+    tile_size: u32,
+    chunk: u32,
+) -> (i64, i64) {
+    let keys = i64::from(demand.key_lens[row]);
+    let query = i64::from(demand.query_starts[row + 1] - demand.query_starts[row]);
+    let (group, size) = (u64::from(demand.group_size.max(1)), u64::from(tile_size));
+    let first_token = (tile * size / group) as i64;
+    let last_token = ((((tile + 1) * size - 1) / group) as i64).min(query - 1);
+    let context = keys - query;
+    let end = if demand.causal {
+        (context + last_token + 1).clamp(0, keys)
+    } else {
+        keys
+    };
+    let first = if demand.window_left >= 0 {
+        // A shorter length on the device moves the window down.
+        (context + first_token - i64::from(demand.window_left) - demand.inexact_by).clamp(0, end)
+    } else {
+        0
+    };
+    let chunk = i64::from(chunk);
+    if first >= end {
+        return (0, 0);
+    }
+    (first / chunk, (end + chunk - 1) / chunk)
+}
+
+/// 0 first, never falling, `total` last.
+fn running_sum(field: &'static str, sums: &[i32], total: usize) -> Result<(), Refusal> {
+    let Some((&last, _)) = sums.split_last() else {
+        return Err(Refusal::new(field, 0, Rule::Length, 1));
+    };
+    if sums[0] != 0 {
+        return Err(Refusal::at(field, 0, sums[0].into(), Rule::Equal, 0));
+    }
+    let (_, rising) = super::lanes::steps(sums);
+    if !rising {
+        for (element, pair) in sums.windows(2).enumerate() {
+            if pair[1] < pair[0] {
+                return Err(Refusal::at(
+                    field,
+                    element + 1,
+                    pair[1].into(),
+                    Rule::AtLeast,
+                    pair[0].into(),
+                ));
+            }
+        }
+    }
+    if i64::from(last) != total as i64 {
+        return Err(Refusal::at(
+            field,
+            sums.len() - 1,
+            last.into(),
+            Rule::Equal,
+            total as i64,
+        ));
+    }
+    Ok(())
+}
+
+fn index(field: &'static str, item: usize, value: i32, end: i64) -> Result<(), Refusal> {
+    if value < 0 {
+        Err(Refusal::at(field, item, value.into(), Rule::AtLeast, 0))
+    } else if i64::from(value) >= end {
+        Err(Refusal::at(field, item, value.into(), Rule::Below, end))
+    } else {
+        Ok(())
+    }
+}
