@@ -4,6 +4,7 @@
 use timetable_types::{
     BuildError, BuilderConfig, BuilderInfo, CaptureShape, Causal, CommonAttentionMetadata,
     CudagraphSupport, Dtype, Family, HostInput, Input, LaunchPromise, Metadata, RowRange, Tensor,
+    batch::{BatchRows, DecodePrefillSplit, DecodeRule, split_decodes_and_prefills},
     flashinfer::{self, Decode, Plan, PlanFunction, Prefill, WorkList},
 };
 
@@ -179,14 +180,6 @@ impl PlainFlashinfer {
     }
 }
 
-/// Leading rows of one query token or none: the decodes. A batch whose first row is longer has none.
-fn leading_decodes(starts: &[i32]) -> usize {
-    starts
-        .windows(2)
-        .take_while(|pair| pair[1] - pair[0] <= 1)
-        .count()
-}
-
 impl MetadataBuilder for PlainFlashinfer {
     fn family(&self) -> Family {
         Family::Flashinfer
@@ -234,14 +227,22 @@ impl MetadataBuilder for PlainFlashinfer {
             &common.seq_lens_cpu_upper_bound,
             rows,
         )?;
-        let num_decodes = if causal { leading_decodes(starts) } else { 0 };
-        let num_prefills = rows - num_decodes;
-        let num_decode_tokens = if num_prefills == 0 {
-            common.num_actual_tokens
+        let split = if rows == 0 {
+            DecodePrefillSplit {
+                num_decode_tokens: common.num_actual_tokens,
+                ..DecodePrefillSplit::default()
+            }
+        } else if causal {
+            split_decodes_and_prefills(&BatchRows::from(common), DecodeRule::default())
+                .map_err(|error| BuildFault::Declined(invalid(error.to_string())))?
         } else {
-            starts[num_decodes] as u32
+            DecodePrefillSplit {
+                num_prefills: common.num_reqs,
+                num_prefill_tokens: common.num_actual_tokens,
+                ..DecodePrefillSplit::default()
+            }
         };
-        let (decodes, prefills) = (num_decodes as u32, num_prefills as u32);
+        let (decodes, prefills) = (split.num_decodes, split.num_prefills);
         let range = |start, end| RowRange { start, end };
         Ok(Metadata::Flashinfer(flashinfer::Metadata {
             kv_cache_layout: self.config.attention.kv_cache_layout,
@@ -250,9 +251,9 @@ impl MetadataBuilder for PlainFlashinfer {
             q_data_type_prefill: self.config.attention.model_dtype,
             q_data_type_decode: self.config.attention.model_dtype,
             num_decodes: decodes,
-            num_decode_tokens,
+            num_decode_tokens: split.num_decode_tokens,
             num_prefills: prefills,
-            num_prefill_tokens: common.num_actual_tokens - num_decode_tokens,
+            num_prefill_tokens: split.num_prefill_tokens,
             causal,
             prefill: (prefills > 0).then(|| {
                 Prefill::Wrapper(self.plan(
