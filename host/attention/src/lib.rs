@@ -4,6 +4,7 @@
 //! Pure: no I/O, no `unsafe`, no wasm, no device. Time and allocation are bounded by the step's rows and tokens.
 #![forbid(unsafe_code)]
 
+pub mod backend;
 pub mod batch;
 mod builder;
 pub mod group;
@@ -11,6 +12,7 @@ pub mod kernel_block;
 pub mod layout;
 mod plain;
 mod resolve;
+pub mod select;
 pub mod spec;
 mod step;
 pub mod verify;

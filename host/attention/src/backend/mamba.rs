@@ -1,0 +1,88 @@
+//! Backends of layers that keep a recurrent state. The layer's type decides; there is no priority list.
+
+use timetable_types::MambaType;
+
+/// The field's `MambaAttentionBackendEnum`, without CUSTOM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum MambaBackend {
+    /// `MAMBA1`
+    Mamba1,
+    /// `MAMBA2`
+    Mamba2,
+    /// `SHORT_CONV`
+    ShortConv,
+    /// `LINEAR`
+    Linear,
+    /// `GDN_ATTN`
+    GdnAttn,
+}
+
+impl MambaBackend {
+    /// All five.
+    pub const ALL: [MambaBackend; 5] = [
+        MambaBackend::Mamba1,
+        MambaBackend::Mamba2,
+        MambaBackend::ShortConv,
+        MambaBackend::Linear,
+        MambaBackend::GdnAttn,
+    ];
+
+    /// The field's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            MambaBackend::Mamba1 => "MAMBA1",
+            MambaBackend::Mamba2 => "MAMBA2",
+            MambaBackend::ShortConv => "SHORT_CONV",
+            MambaBackend::Linear => "LINEAR",
+            MambaBackend::GdnAttn => "GDN_ATTN",
+        }
+    }
+
+    /// The backend of layers of type `mamba_type`.
+    pub const fn of(mamba_type: MambaType) -> MambaBackend {
+        match mamba_type {
+            MambaType::Mamba1 => MambaBackend::Mamba1,
+            MambaType::Mamba2 => MambaBackend::Mamba2,
+            MambaType::Gdn => MambaBackend::GdnAttn,
+            MambaType::ShortConv => MambaBackend::ShortConv,
+            MambaType::Linear => MambaBackend::Linear,
+        }
+    }
+
+    /// `is_ssm`: always, so none allows the device's query lengths to differ from the host's.
+    pub const fn is_ssm(self) -> bool {
+        true
+    }
+
+    /// `supports_batch_invariance`: none does.
+    pub const fn supports_batch_invariance(self) -> bool {
+        false
+    }
+}
+
+/// A backend whose results depend on the batch, where they must not. The field's text.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("VLLM batch_invariant mode is not supported for {name}.")]
+pub struct BatchInvarianceError {
+    /// The backend's name.
+    pub name: String,
+}
+
+/// Refuses a backend that cannot give results independent of the batch, when that was asked for. Checked for every layer
+/// at start-up.
+///
+/// # Errors
+/// [`BatchInvarianceError`].
+pub fn check_batch_invariance(
+    name: &str,
+    supports_batch_invariance: bool,
+    batch_invariant: bool,
+) -> Result<(), BatchInvarianceError> {
+    if batch_invariant && !supports_batch_invariance {
+        Err(BatchInvarianceError {
+            name: name.to_owned(),
+        })
+    } else {
+        Ok(())
+    }
+}
