@@ -1,6 +1,7 @@
 //! Batch rules and CUDA graph modes against the cases recorded from the real implementation: one function per vectors file.
 
 mod chunks;
+mod graphs;
 mod harness;
 mod rows;
 mod splits;
@@ -16,6 +17,10 @@ fn summary() {
         chunks::mamba2_compute_varlen_chunk_metadata(),
         chunks::mamba_compute_chunk_metadata(),
         chunks::plan_mla_context_chunks(),
+        graphs::cudagraph_dispatcher_v1(),
+        graphs::cudagraph_manager_v2(),
+        graphs::cudagraph_mode_properties(),
+        graphs::resolve_modes(),
         rows::common_attn_metadata_methods(),
         rows::dcp_context_query_split(),
         rows::make_kv_sharing_fast_prefill_common_attn_metadata(),
