@@ -146,7 +146,10 @@ impl CudagraphDispatcher {
         };
         let uniform = uniform_decode && self.mode.separate_routine();
         if uniform && !size.is_multiple_of(self.query_len) {
-            return Err(DispatcherError::NotUniform { size, query_len: self.query_len });
+            return Err(DispatcherError::NotUniform {
+                size,
+                query_len: self.query_len,
+            });
         }
         let key = self.exact(size, uniform, num_active_loras);
         if allowed(RuntimeMode::Full) && self.full.contains(&key) {
