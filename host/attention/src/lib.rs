@@ -7,6 +7,7 @@
 pub mod backend;
 pub mod batch;
 mod builder;
+pub mod describe;
 pub mod graphs;
 pub mod group;
 pub mod kernel_block;

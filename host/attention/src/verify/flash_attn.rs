@@ -98,7 +98,7 @@ pub(super) fn verify(
     }
     mm_prefix(ctx, mm_prefix_query_range.as_ref())?;
     // The prompt lengths by reference, where the model uses them and only there.
-    if attention.use_rswa && ctx.inputs.rswa_prefix_lens.is_some() {
+    if attention.use_rswa {
         let lens = present("rswa_prefix_lens", rswa_prefix_lens)?;
         reference("rswa_prefix_lens", lens, Input::RswaPrefixLens)?;
         equal("rswa_window", *rswa_window, attention.rswa_window)?;

@@ -196,6 +196,10 @@ pub fn verify_step(ctx: &VerifyContext<'_>) -> Result<(), Refusal> {
         let last = (*num_actual_tokens as i32 - 1).max(0);
         row_values("logits_indices_padded", indices, indices.len(), last)?;
     }
+    // rswa_prefix_lens: a length for each row, always there where the model uses them.
+    if ctx.config.attention.use_rswa {
+        present("rswa_prefix_lens", rswa_prefix_lens)?;
+    }
     if let Some(lens) = rswa_prefix_lens {
         row_values("rswa_prefix_lens", lens, rows, i32::MAX)?;
     }
