@@ -3,10 +3,13 @@
 //! Must never know a builder's implementation or a device: builders and metadata are type parameters. Source: vLLM
 //! `vllm/v1/worker/gpu/attn_utils.py` (`init_attn_backend`, `AttentionGroup`) and `vllm/v1/worker/utils.py` @0.32/0.33.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::kernel_block::{BlockSizes, KernelBlockError, KernelBlockMap, select_common_block_size};
+use crate::kernel_block::{
+    BlockSizes, KernelBlockError, KernelBlockMap, KernelBlockSize, select_common_block_size,
+};
 use crate::spec::{CacheSpec, SpecError};
 
 /// Which implementation of which backend: the field's `(module, qualname)` with the name it answers to. Part of a group's key.
@@ -385,6 +388,66 @@ fn check_sharing(layers: &[AttentionLayer]) -> Result<(), GroupError> {
                 });
             }
             Some(_) => {}
+        }
+    }
+    Ok(())
+}
+
+/// Chooses kernel block sizes at start-up, in two steps: per KV cache group the size that the backends of all its attention
+/// groups share, then per attention group the largest that its own backend reads out of that. Fills each group's
+/// `kernel_block_size`.
+///
+/// `sizes_of` says what a group's backend declares. `packed(id)` tells whether KV cache group `id` lies in a block-outermost
+/// allocation with other layers inside a block: such a group keeps the manager's block, because it cannot be split as a whole.
+///
+/// Source: vLLM `prepare_kernel_block_sizes` and `AttentionGroup.create_metadata_builders` @0.32/0.33.
+///
+/// # Errors
+/// [`KernelBlockError::NoCommon`] with the field's text; [`KernelBlockError::PackedSplit`] for a packed group whose backend
+/// needs smaller blocks.
+pub fn choose_kernel_blocks<'a>(
+    groups: &mut [AttentionGroup],
+    kv_cache_groups: &[KvCacheGroup],
+    sizes_of: impl Fn(&AttentionGroup) -> Cow<'a, [KernelBlockSize]>,
+    packed: impl Fn(usize) -> bool,
+) -> Result<(), KernelBlockError> {
+    for (id, kv_group) in kv_cache_groups.iter().enumerate() {
+        if matches!(kv_group.spec, CacheSpec::Mamba(_)) {
+            continue;
+        }
+        let manager = kv_group.spec.block_size();
+        let members: Vec<usize> = (0..groups.len())
+            .filter(|i| groups[*i].kv_cache_group_id == id)
+            .collect();
+        let declared: Vec<Cow<'a, [KernelBlockSize]>> =
+            members.iter().map(|i| sizes_of(&groups[*i])).collect();
+        let sizes: Vec<BlockSizes<'_>> = members
+            .iter()
+            .zip(&declared)
+            .map(|(i, sizes)| BlockSizes {
+                name: &groups[*i].backend.name,
+                sizes,
+            })
+            .collect();
+        let shared = if packed(id) {
+            manager
+        } else {
+            select_common_block_size(manager, &sizes)?
+        };
+        let own: Vec<u32> = sizes
+            .iter()
+            .map(|s| select_common_block_size(shared, std::slice::from_ref(s)))
+            .collect::<Result<_, _>>()?;
+        for (i, kernel_block_size) in members.into_iter().zip(own) {
+            let group = &mut groups[i];
+            if packed(id) && kernel_block_size != manager {
+                return Err(KernelBlockError::PackedSplit {
+                    backend: group.backend.name.to_string(),
+                    kernel_block_size,
+                    block_size: manager,
+                });
+            }
+            group.kernel_block_size = (kernel_block_size != manager).then_some(kernel_block_size);
         }
     }
     Ok(())

@@ -13,6 +13,7 @@ pub mod group;
 pub mod kernel_block;
 pub mod layout;
 mod plain;
+pub mod report;
 mod resolve;
 pub mod select;
 pub mod spec;

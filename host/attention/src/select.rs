@@ -143,7 +143,7 @@ fn mla_priority(config: &Configuration, num_heads: u32, capability: Capability) 
 }
 
 /// One backend's answer to a layer's question.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct BackendAnswer {
     /// Its name.
     pub name: String,

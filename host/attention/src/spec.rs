@@ -312,6 +312,21 @@ impl CacheSpec {
         })
     }
 
+    /// The kind's name in reports: the contract's, in the field's spelling, or `UNIFORM_TYPE`.
+    pub fn kind_name(&self) -> &'static str {
+        match self.kind() {
+            Some(KvCacheSpecKind::FullAttention) => "FULL_ATTENTION",
+            Some(KvCacheSpecKind::SlidingWindow) => "SLIDING_WINDOW",
+            Some(KvCacheSpecKind::ChunkedLocalAttention) => "CHUNKED_LOCAL_ATTENTION",
+            Some(KvCacheSpecKind::MlaAttention) => "MLA_ATTENTION",
+            Some(KvCacheSpecKind::SlidingWindowMla) => "SLIDING_WINDOW_MLA",
+            Some(KvCacheSpecKind::Mamba) => "MAMBA",
+            Some(KvCacheSpecKind::CrossAttention) => "CROSS_ATTENTION",
+            Some(KvCacheSpecKind::EncoderOnlyAttention) => "ENCODER_ONLY_ATTENTION",
+            None => "UNIFORM_TYPE",
+        }
+    }
+
     /// The contract's record: what a builder sees, with `kernel_block_size` tokens per block.
     ///
     /// # Errors

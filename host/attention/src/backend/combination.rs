@@ -41,6 +41,13 @@ pub(super) fn none(_: &Configuration, _: Device) -> Option<String> {
     None
 }
 
+/// The field never asks this on a GPU and would only fail later.
+pub(super) fn cpu_attn(_: &Configuration, device: Device) -> Option<String> {
+    device
+        .capability()
+        .map(|_| "CPU_ATTN runs on CPUs only".to_owned())
+}
+
 pub(super) fn flash_attn(config: &Configuration, device: Device) -> Option<String> {
     let capability = device.capability()?;
     if config.has_sink && capability < Capability::new(9, 0) {

@@ -1,16 +1,13 @@
 //! The CPU device's column: which contracts its own impls run, and with which dtypes and sizes.
 //!
-//! Data only: another contract is another entry. Everything else is refused with [`NOT_ON_CPU`].
+//! Data only: another contract is another entry. Every other backend is refused, with the remedy.
 
 use std::borrow::Cow;
 
-use timetable_types::Dtype;
+use timetable_types::{Dtype, KvCacheLayout};
 
 use super::{AttentionType, Backend, BackendRow, Configuration, Device, Flags, HeadSizes};
 use crate::kernel_block::KernelBlockSize;
-
-/// Why a backend without an entry is refused.
-pub const NOT_ON_CPU: &str = "the CPU device has no impl of this backend";
 
 /// One contract that the CPU device runs.
 struct CpuEntry {
@@ -18,38 +15,39 @@ struct CpuEntry {
     dtypes: &'static [Dtype],
     kv_cache_dtypes: &'static [&'static str],
     attn_types: &'static [AttentionType],
-    head_multiple: u32,
-    max_head: u32,
+    head_sizes: HeadSizes,
     block_sizes: &'static [KernelBlockSize],
+    layouts: &'static [KvCacheLayout],
     sliding_window: bool,
+    non_causal: bool,
 }
 
-/// The impls compute in f32 and keep caches in f32 or bf16, with any block size and head sizes in whole vectors of 8.
-const ENTRIES: &[CpuEntry] = &[
+/// What the paged kernel takes for every contract it executes: it computes in f32, keeps caches in f32 or bf16, pads any
+/// head size to whole vectors, and walks blocks of any size. Each layer owns its cache.
+const fn paged(backend: Backend) -> CpuEntry {
     CpuEntry {
-        backend: Backend::FlashAttn,
+        backend,
         dtypes: &[Dtype::Float32, Dtype::Bfloat16],
         kv_cache_dtypes: &["auto", "float32", "bfloat16"],
         attn_types: &[AttentionType::Decoder],
-        head_multiple: 8,
-        max_head: 512,
+        head_sizes: HeadSizes::AtLeast(1),
         block_sizes: &[KernelBlockSize::MultipleOf(1)],
+        layouts: &[KvCacheLayout::Lbhnc],
         sliding_window: true,
-    },
-    CpuEntry {
-        backend: Backend::FlashInfer,
-        dtypes: &[Dtype::Float32, Dtype::Bfloat16],
-        kv_cache_dtypes: &["auto", "float32", "bfloat16"],
-        attn_types: &[AttentionType::Decoder],
-        head_multiple: 8,
-        max_head: 512,
-        block_sizes: &[KernelBlockSize::MultipleOf(1)],
-        sliding_window: true,
-    },
-];
+        non_causal: true,
+    }
+}
 
+/// The column: one entry per contract, most preferred first.
+const ENTRIES: &[CpuEntry] = &[paged(Backend::FlashAttn), paged(Backend::FlashInfer)];
+
+/// Why a backend without an entry is refused, with the remedy.
 fn refuse(_: &Configuration, _: Device) -> Option<String> {
-    Some(NOT_ON_CPU.to_owned())
+    let names: Vec<&str> = ENTRIES.iter().map(|e| e.backend.name()).collect();
+    Some(format!(
+        "not run by the CPU device: choose {} (--attention-backend)",
+        names.join(" or ")
+    ))
 }
 
 fn accept(_: &Configuration, _: Device) -> Option<String> {
@@ -74,13 +72,12 @@ pub(super) fn on_cpu(backend: Backend, base: BackendRow) -> BackendRow {
         supported_kv_cache_dtypes: Cow::Borrowed(entry.kv_cache_dtypes),
         usable_kv_cache_dtypes: None,
         kernel_block_sizes: Cow::Borrowed(entry.block_sizes),
-        head_sizes: HeadSizes::Multiples {
-            multiple: entry.head_multiple,
-            max: entry.max_head,
-        },
+        head_sizes: entry.head_sizes.clone(),
+        kv_cache_layouts: Some(Cow::Borrowed(entry.layouts)),
         attn_types: Cow::Borrowed(entry.attn_types),
         flags: Flags {
             supports_sliding_window: entry.sliding_window,
+            supports_non_causal: entry.non_causal,
             ..Flags::DEFAULT
         },
         combination: accept,

@@ -59,30 +59,3 @@ impl MambaBackend {
         false
     }
 }
-
-/// A backend whose results depend on the batch, where they must not. The field's text.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("VLLM batch_invariant mode is not supported for {name}.")]
-pub struct BatchInvarianceError {
-    /// The backend's name.
-    pub name: String,
-}
-
-/// Refuses a backend that cannot give results independent of the batch, when that was asked for. Checked for every layer
-/// at start-up.
-///
-/// # Errors
-/// [`BatchInvarianceError`].
-pub fn check_batch_invariance(
-    name: &str,
-    supports_batch_invariance: bool,
-    batch_invariant: bool,
-) -> Result<(), BatchInvarianceError> {
-    if batch_invariant && !supports_batch_invariance {
-        Err(BatchInvarianceError {
-            name: name.to_owned(),
-        })
-    } else {
-        Ok(())
-    }
-}

@@ -20,7 +20,7 @@ use timetable_types::{CudagraphSupport, Dtype, KvCacheLayout};
 pub(crate) use cpu::priority as cpu_priority;
 
 pub use combination::{FlashAttnQuery, flash_attn_version};
-pub use mamba::{BatchInvarianceError, MambaBackend, check_batch_invariance};
+pub use mamba::MambaBackend;
 pub use names::{Backend, NameError};
 pub use registry::{BackendRegistry, Hook, RegisterError, RegisteredBackend};
 pub use rows::row;
@@ -525,8 +525,8 @@ impl BackendRow {
 
     /// Kernel block sizes for the caches of `spec` on `device`: as declared, but for two FlashAttention 4 kernels.
     ///
-    /// Source: `FlashAttentionBackend.get_supported_kernel_block_sizes` @0.33: [64] on SM90 with an fp8 cache and head size
-    /// 512, [128] for Blackwell's head-size-256 kernel.
+    /// Source: `FlashAttentionBackend.get_supported_kernel_block_sizes` @0.33: 64 exactly on SM90 with an fp8 cache and head
+    /// size 512, 128 exactly for Blackwell's head-size-256 kernel.
     pub fn kernel_block_sizes_for(
         &self,
         spec: Option<&CacheSpec>,

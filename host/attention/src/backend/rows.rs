@@ -310,6 +310,7 @@ fn general(backend: Backend) -> BackendRow {
                 ..Flags::DEFAULT
             },
             builder: builder("CPUAttentionMetadataBuilder", CudagraphSupport::Never),
+            combination: why::cpu_attn,
             ..base()
         },
         other => mla_row(other),
