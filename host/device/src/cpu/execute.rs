@@ -161,9 +161,9 @@ impl<E: Element> Forward<'_, E> {
         while low < high {
             let middle = low.midpoint(high);
             if self.cost(middle) < half {
-                low = middle + 1
+                low = middle + 1;
             } else {
-                high = middle
+                high = middle;
             }
         }
         let rows = self.partial_row(low) - self.partial_row(leaves.start);

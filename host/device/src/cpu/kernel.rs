@@ -9,11 +9,16 @@
 //! over the lanes, so that no sum runs across lanes. The code is plain Rust over fixed-size arrays; it is compiled three
 //! times, and the best that the machine can run is chosen once.
 
+mod dot;
+mod lanes;
+#[cfg(test)]
+mod tests;
+
 use std::{ops::Range, sync::OnceLock};
 
 use super::{
     AttentionConfig,
-    math::{Element, exp, fma, tanh},
+    math::{Element, fma, tanh},
 };
 
 /// Keys of one block.
@@ -244,11 +249,11 @@ fn attend_on<E: Element, const FMA: bool, const WIDE: usize>(
         let output = &mut output[done * size..(done + rows) * size];
         let lse = &mut lse[done..done + rows];
         match rows {
-            1 => dot_form::<E, FMA, WIDE, 1>(task, first, workspace, output, lse),
-            2 => dot_form::<E, FMA, WIDE, 2>(task, first, workspace, output, lse),
-            3 => dot_form::<E, FMA, WIDE, 3>(task, first, workspace, output, lse),
-            DOT_ROWS => dot_form::<E, FMA, WIDE, 4>(task, first, workspace, output, lse),
-            _ => lane_form::<E, FMA, WIDE>(task, first, rows, workspace, output, lse),
+            1 => dot::dot_form::<E, FMA, WIDE, 1>(task, first, workspace, output, lse),
+            2 => dot::dot_form::<E, FMA, WIDE, 2>(task, first, workspace, output, lse),
+            3 => dot::dot_form::<E, FMA, WIDE, 3>(task, first, workspace, output, lse),
+            DOT_ROWS => dot::dot_form::<E, FMA, WIDE, 4>(task, first, workspace, output, lse),
+            _ => lanes::lane_form::<E, FMA, WIDE>(task, first, rows, workspace, output, lse),
         }
         done += rows;
     }
@@ -359,19 +364,6 @@ fn raise(max: &mut f32, shrink: &mut f64, block_max: f32) -> f32 {
     if *max == f32::NEG_INFINITY { 0.0 } else { *max }
 }
 
-/// Sum of an array by halves.
-#[inline(always)]
-fn tree_sum(mut lanes: [f32; LANES]) -> f32 {
-    let mut width = LANES / 2;
-    while width > 0 {
-        for lane in 0..width {
-            lanes[lane] += lanes[lane + width];
-        }
-        width /= 2;
-    }
-    lanes[0]
-}
-
 #[inline(always)]
 fn widen<E: Element, const N: usize>(from: &[E; N]) -> [f32; N] {
     let mut to = [0.0; N];
@@ -379,121 +371,6 @@ fn widen<E: Element, const N: usize>(from: &[E; N]) -> [f32; N] {
         *to = from.widen();
     }
     to
-}
-
-/// One to four query rows.
-#[inline(always)]
-fn dot_form<E: Element, const FMA: bool, const WIDE: usize, const R: usize>(
-    task: &Task<'_, E>,
-    first: usize,
-    workspace: &mut Workspace,
-    output: &mut [f32],
-    lse: &mut [f64],
-) {
-    let size = task.config.head_size;
-    let Workspace {
-        query,
-        scores,
-        sums,
-        rows,
-        ..
-    } = workspace;
-    let visible = begin(task, first, R, R, rows, sums);
-    let chunks = size.div_ceil(LANES);
-    query.clear();
-    query.resize(R * chunks * LANES, 0.0);
-    for row in 0..R {
-        query[row * chunks * LANES..][..size].copy_from_slice(task.query_row(first + row));
-    }
-    let query: [&[[f32; LANES]]; R] = core::array::from_fn(|row| {
-        query[row * chunks * LANES..(row + 1) * chunks * LANES]
-            .as_chunks()
-            .0
-    });
-    scores.clear();
-    scores.resize(R * BLOCK, 0.0);
-    let cap = task.config.logits_soft_cap.map(|cap| (cap, 1.0 / cap));
-
-    for (base, block) in blocks(task.keys.start, visible) {
-        let offsets = offsets(task, base, &block);
-        for key in block.clone() {
-            let dots = dot::<E, FMA, R>(&query, &task.cache[offsets[key]..][..size]);
-            for row in 0..R {
-                scores[row * BLOCK + key] = dots[row];
-            }
-        }
-        for (row, scores) in scores.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
-            let first = rows.first[row] - base as i32;
-            let after = rows.after[row] - base as i32;
-            let mut lanes = [f32::NEG_INFINITY; LANES];
-            for (part, scores) in scores.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-                for lane in 0..LANES {
-                    let key = (part * LANES + lane) as i32;
-                    let seen = key >= first && key < after;
-                    let score = transform::<FMA>(scores[lane], task.config.scale, cap);
-                    let score = if seen { score } else { f32::NEG_INFINITY };
-                    scores[lane] = score;
-                    lanes[lane] = if score > lanes[lane] {
-                        score
-                    } else {
-                        lanes[lane]
-                    };
-                }
-            }
-            let block_max = lanes
-                .iter()
-                .fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
-            let max = raise(&mut rows.max[row], &mut rows.shrink[row], block_max);
-            let mut lanes = [0.0; LANES];
-            for scores in scores.as_chunks_mut::<LANES>().0 {
-                for lane in 0..LANES {
-                    scores[lane] = exp::<FMA>(scores[lane] - max);
-                    lanes[lane] += scores[lane];
-                }
-            }
-            rows.weight[row] = rows.weight[row] * rows.shrink[row] + f64::from(tree_sum(lanes));
-        }
-        weigh::<E, FMA, WIDE, R>(
-            &Values {
-                elements: task.cache,
-                offsets: &offsets,
-                shift: size,
-                size,
-                block,
-            },
-            scores,
-            (BLOCK, 1),
-            &rows.shrink[..R],
-            sums,
-        );
-    }
-    finish(size, rows, sums, output, lse);
-}
-
-/// q·k of R query rows and one key.
-#[inline(always)]
-fn dot<E: Element, const FMA: bool, const R: usize>(
-    query: &[&[[f32; LANES]]; R],
-    key: &[E],
-) -> [f32; R] {
-    let mut lanes = [[0.0f32; LANES]; R];
-    let (chunks, rest) = key.as_chunks::<LANES>();
-    for (index, chunk) in chunks.iter().enumerate() {
-        let key = widen(chunk);
-        for row in 0..R {
-            let query = &query[row][index];
-            for lane in 0..LANES {
-                lanes[row][lane] = fma::<FMA>(query[lane], key[lane], lanes[row][lane]);
-            }
-        }
-    }
-    for (lane, key) in rest.iter().enumerate() {
-        for row in 0..R {
-            let query = query[row][chunks.len()][lane];
-            lanes[row][lane] = fma::<FMA>(query, key.widen(), lanes[row][lane]);
-        }
-    }
-    lanes.map(tree_sum)
 }
 
 /// The values of one block of keys.
@@ -558,213 +435,5 @@ fn weigh_columns<E: Element, const FMA: bool, const N: usize, const R: usize>(
         for lane in 0..N {
             sums[lane] = sums[lane] * shrink[row] + f64::from(total[row][lane]);
         }
-    }
-}
-
-/// Five to `MAX_ROWS` query rows.
-#[inline(always)]
-fn lane_form<E: Element, const FMA: bool, const WIDE: usize>(
-    task: &Task<'_, E>,
-    first: usize,
-    count: usize,
-    workspace: &mut Workspace,
-    output: &mut [f32],
-    lse: &mut [f64],
-) {
-    let size = task.config.head_size;
-    let padded = count.next_multiple_of(LANES);
-    let Workspace {
-        query,
-        scores,
-        sums,
-        staged,
-        rows,
-    } = workspace;
-    let visible = begin(task, first, count, padded, rows, sums);
-    transpose_queries::<E, WIDE>(task, first, count, padded, query);
-    scores.clear();
-    scores.resize(BLOCK * padded, 0.0);
-    let cap = task.config.logits_soft_cap.map(|cap| (cap, 1.0 / cap));
-    if E::AS_F32.is_none() {
-        staged.resize(BLOCK * 2 * size, 0.0);
-    }
-
-    for (base, block) in blocks(task.keys.start, visible) {
-        let mut offsets = offsets(task, base, &block);
-        let elements = match E::AS_F32 {
-            Some(as_f32) => as_f32(task.cache),
-            None => {
-                for key in block.clone() {
-                    let content = &task.cache[offsets[key]..][..2 * size];
-                    for (to, from) in staged[key * 2 * size..].iter_mut().zip(content) {
-                        *to = from.widen();
-                    }
-                    offsets[key] = key * 2 * size;
-                }
-                &staged[..]
-            }
-        };
-        let mut row = 0;
-        while row + WIDE <= padded {
-            let query = &query[row * size..(row + WIDE) * size];
-            let scores = &mut scores[row..];
-            score::<FMA, WIDE>(query, elements, &offsets, &block, size, padded, scores);
-            row += WIDE;
-        }
-        while row < padded {
-            let query = &query[row * size..(row + LANES) * size];
-            let scores = &mut scores[row..];
-            score::<FMA, LANES>(query, elements, &offsets, &block, size, padded, scores);
-            row += LANES;
-        }
-        for row in (0..padded).step_by(LANES) {
-            soften::<FMA>(
-                base,
-                &block,
-                row,
-                padded,
-                task.config.scale,
-                cap,
-                rows,
-                scores,
-            );
-        }
-        let values = Values {
-            elements,
-            offsets: &offsets,
-            shift: size,
-            size,
-            block,
-        };
-        for row in (0..padded).step_by(4) {
-            weigh::<f32, FMA, WIDE, 4>(
-                &values,
-                &scores[row..],
-                (1, padded),
-                &rows.shrink[row..row + 4],
-                &mut sums[row * size..],
-            );
-        }
-    }
-    finish(size, rows, sums, output, lse);
-}
-
-/// Query rows as lane blocks: [head_size, WIDE] for every WIDE rows, then [head_size, LANES] for the rest. Rows from
-/// `count` on are zeros.
-#[inline(always)]
-fn transpose_queries<E, const WIDE: usize>(
-    task: &Task<'_, E>,
-    first: usize,
-    count: usize,
-    padded: usize,
-    query: &mut Vec<f32>,
-) {
-    let size = task.config.head_size;
-    query.clear();
-    query.resize(padded * size, 0.0);
-    for row in 0..count {
-        let wide = padded / WIDE * WIDE;
-        let lanes = if row < wide { WIDE } else { LANES };
-        let start = row / lanes * lanes;
-        for (index, &x) in task.query_row(first + row).iter().enumerate() {
-            query[start * size + index * lanes + row - start] = x;
-        }
-    }
-}
-
-/// scores[key · padded + lane] = q·k for N query rows (`query`: [head_size, N]) and the keys of the block.
-#[inline(always)]
-fn score<const FMA: bool, const N: usize>(
-    query: &[f32],
-    elements: &[f32],
-    offsets: &[usize; BLOCK],
-    block: &Range<usize>,
-    size: usize,
-    padded: usize,
-    scores: &mut [f32],
-) {
-    let query = query.as_chunks::<N>().0;
-    let mut key = block.start;
-    while key + 4 <= block.end {
-        let keys: [&[f32]; 4] =
-            core::array::from_fn(|index| &elements[offsets[key + index]..][..size]);
-        for (index, total) in dots::<FMA, N, 4>(query, keys).iter().enumerate() {
-            scores[(key + index) * padded..][..N].copy_from_slice(total);
-        }
-        key += 4;
-    }
-    while key < block.end {
-        let keys = [&elements[offsets[key]..][..size]];
-        let [total] = dots::<FMA, N, 1>(query, keys);
-        scores[key * padded..][..N].copy_from_slice(&total);
-        key += 1;
-    }
-}
-
-#[inline(always)]
-fn dots<const FMA: bool, const N: usize, const K: usize>(
-    query: &[[f32; N]],
-    keys: [&[f32]; K],
-) -> [[f32; N]; K] {
-    let mut total = [[0.0f32; N]; K];
-    for (index, query) in query.iter().enumerate() {
-        for key in 0..K {
-            let x = keys[key][index];
-            for lane in 0..N {
-                total[key][lane] = fma::<FMA>(x, query[lane], total[key][lane]);
-            }
-        }
-    }
-    total
-}
-
-/// Scores to weights for LANES rows from `row` on.
-#[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "inlined into one caller")]
-fn soften<const FMA: bool>(
-    base: usize,
-    block: &Range<usize>,
-    row: usize,
-    padded: usize,
-    scale: f32,
-    cap: Option<(f32, f32)>,
-    rows: &mut Rows,
-    scores: &mut [f32],
-) {
-    let lanes_of = |key: usize| key * padded + row..key * padded + row + LANES;
-    let mut max = [f32::NEG_INFINITY; LANES];
-    let mut first = [0i32; LANES];
-    let mut after = [0i32; LANES];
-    first.copy_from_slice(&rows.first[row..row + LANES]);
-    after.copy_from_slice(&rows.after[row..row + LANES]);
-    for key in block.clone() {
-        let scores = &mut scores[lanes_of(key)];
-        let position = (base + key) as i32;
-        for lane in 0..LANES {
-            let seen = position >= first[lane] && position < after[lane];
-            let score = transform::<FMA>(scores[lane], scale, cap);
-            let score = if seen { score } else { f32::NEG_INFINITY };
-            scores[lane] = score;
-            max[lane] = if score > max[lane] { score } else { max[lane] };
-        }
-    }
-    for lane in 0..LANES {
-        max[lane] = raise(
-            &mut rows.max[row + lane],
-            &mut rows.shrink[row + lane],
-            max[lane],
-        );
-    }
-    let mut weight = [0.0f32; LANES];
-    for key in block.clone() {
-        let scores = &mut scores[lanes_of(key)];
-        for lane in 0..LANES {
-            scores[lane] = exp::<FMA>(scores[lane] - max[lane]);
-            weight[lane] += scores[lane];
-        }
-    }
-    for lane in 0..LANES {
-        let total = &mut rows.weight[row + lane];
-        *total = *total * rows.shrink[row + lane] + f64::from(weight[lane]);
     }
 }

@@ -5,10 +5,13 @@
 
 use half::bf16;
 
+/// A view of elements as f32.
+pub(super) type AsF32<E> = for<'a> fn(&'a [E]) -> &'a [f32];
+
 /// What a cache may hold.
 pub(super) trait Element: Copy + Send + Sync + 'static {
     /// A slice of these as f32, where that is what they are.
-    const AS_F32: Option<for<'a> fn(&'a [Self]) -> &'a [f32]>;
+    const AS_F32: Option<AsF32<Self>>;
     /// Exact.
     fn widen(self) -> f32;
     /// To nearest, ties to even.
@@ -16,7 +19,7 @@ pub(super) trait Element: Copy + Send + Sync + 'static {
 }
 
 impl Element for f32 {
-    const AS_F32: Option<for<'a> fn(&'a [f32]) -> &'a [f32]> = Some(|elements| elements);
+    const AS_F32: Option<AsF32<f32>> = Some(|elements| elements);
 
     #[inline(always)]
     fn widen(self) -> f32 {
@@ -30,7 +33,7 @@ impl Element for f32 {
 }
 
 impl Element for bf16 {
-    const AS_F32: Option<for<'a> fn(&'a [bf16]) -> &'a [f32]> = None;
+    const AS_F32: Option<AsF32<bf16>> = None;
 
     #[inline(always)]
     fn widen(self) -> f32 {
@@ -91,7 +94,7 @@ pub(super) fn tanh<const FMA: bool>(x: f32) -> f32 {
     p = fma::<FMA>(p, z, 2.063_908_8e-2);
     p = fma::<FMA>(p, z, -5.373_971_6e-2);
     p = fma::<FMA>(p, z, 1.333_144_2e-1);
-    p = fma::<FMA>(p, z, -3.333_328_2e-1);
+    p = fma::<FMA>(p, z, -3.333_328e-1);
     let small = fma::<FMA>(p * z, x, x);
     let magnitude = if x.abs() > 20.0 { 20.0 } else { x.abs() };
     let large = (1.0 - 2.0 / (exp::<FMA>(2.0 * magnitude) + 1.0)).copysign(x);
