@@ -78,6 +78,22 @@ pub enum KernelBlockError {
         /// The manager's block size, in tokens.
         block_size: u32,
     },
+    /// Blocks are not dense pages. The field's text as far as it is known, and the remedy.
+    #[error(
+        "The resolved KV cache layout ({layout}) does not store blocks as dense, unpadded pages (block stride {block_stride} != page {page}), so a manager block cannot be split into {ratio} kernel blocks of {kernel_block_size} tokens. Reduce --block-size to {kernel_block_size} or choose a layout whose blocks are dense (e.g. LBNHC) without page padding."
+    )]
+    NotDense {
+        /// The layout's name.
+        layout: &'static str,
+        /// Bytes from one block of a layer to the next.
+        block_stride: u64,
+        /// Bytes of a block's content.
+        page: u64,
+        /// Kernel blocks of a manager block.
+        ratio: u32,
+        /// The kernel block, in tokens.
+        kernel_block_size: u32,
+    },
     /// The kernel block does not divide the manager's.
     #[error(
         "kernel_block_size {kernel_block_size} does not divide the KV manager's block_size {block_size}: choose a --block-size that is a multiple of {kernel_block_size}"

@@ -7,6 +7,7 @@
 
 pub use timetable_types::KvCacheLayout;
 
+use crate::kernel_block::KernelBlockError;
 use crate::spec::CacheSpec;
 
 /// Layouts of a worker whose backends all take any, most preferred first.
@@ -370,4 +371,58 @@ pub fn layout_strides_bytes(layout: KvCacheLayout, num_layers: u32, shape: [u64;
         stride *= sizes[axis];
     }
     strides
+}
+
+/// Kernel pages between the starts of two manager blocks when `num_layers` caches of `spec` lie in one allocation in `layout`
+/// and are read as blocks of `kernel_block_size` tokens: the `kernel_block_stride` of
+/// [`crate::kernel_block::KernelBlockMap::new`]. 0 where blocks are dense or not split.
+///
+/// A block can be split only if its bytes are one dense, unpadded piece: it is then r kernel pages, one after the other. With
+/// blocks outermost, the other layers' pages lie between two blocks of one layer, which the stride steps over.
+///
+/// # Errors
+/// [`KernelBlockError::NotADivisor`], [`KernelBlockError::NotDense`].
+pub fn kernel_block_stride(
+    layout: KvCacheLayout,
+    num_layers: u32,
+    spec: &CacheSpec,
+    kernel_block_size: u32,
+) -> Result<u32, KernelBlockError> {
+    let block_size = spec.block_size();
+    if kernel_block_size == 0 || !block_size.is_multiple_of(kernel_block_size) {
+        return Err(KernelBlockError::NotADivisor {
+            kernel_block_size,
+            block_size,
+        });
+    }
+    let ratio = block_size / kernel_block_size;
+    if ratio == 1 {
+        return Ok(0);
+    }
+    // Two blocks suffice for the stride between them.
+    let shape = kv_cache_shape_bytes(spec, 2, block_size);
+    let page: u64 = shape[1..].iter().product();
+    let padding = spec.page_size_bytes().saturating_sub(page);
+    let layers = if layer_compact(layout) {
+        1
+    } else {
+        u64::from(num_layers)
+    };
+    let block_stride = layout_strides_bytes(layout, num_layers, shape)[1] + padding * layers;
+    if !block_compact(layout) || padding != 0 {
+        return Err(KernelBlockError::NotDense {
+            layout: name(layout),
+            block_stride,
+            page,
+            ratio,
+            kernel_block_size,
+        });
+    }
+    let kernel_page = page / u64::from(ratio);
+    let stride = block_stride / kernel_page.max(1);
+    Ok(if stride == u64::from(ratio) {
+        0
+    } else {
+        u32::try_from(stride).unwrap_or(u32::MAX)
+    })
 }

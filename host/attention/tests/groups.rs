@@ -195,6 +195,33 @@ fn groups_are_keyed_by_backend_spec_and_heads_in_first_seen_order() {
     assert_eq!(builders.get_mut(3, 2), None);
 }
 
+/// In a UniformType group the key has each layer's own spec, so layers of different sizes get builders of their own while
+/// they share one block table.
+#[test]
+fn a_uniform_type_group_is_keyed_by_each_layers_spec() {
+    let mut shared = layer("d", "FLASH_ATTN", 4, full(64));
+    shared.kv_sharing_target = Some("b".to_owned());
+    let layers = [
+        layer("a", "FLASH_ATTN", 4, full(64)),
+        layer("b", "FLASH_ATTN", 4, full(128)),
+        layer("c", "FLASH_ATTN", 4, full(64)),
+        shared,
+    ];
+    let members = layers[..3]
+        .iter()
+        .map(|l| (l.name.clone(), l.spec.clone()))
+        .collect();
+    let uniform = UniformTypeKvCacheSpecs::new(members).unwrap();
+    let kv_groups = [KvCacheGroup {
+        layer_names: vec!["a".into(), "b".into(), "c".into()],
+        spec: uniform.into(),
+    }];
+    let groups = attention_groups(&layers, &kv_groups).unwrap();
+    let names: Vec<&[String]> = groups.iter().map(|g| g.layer_names.as_slice()).collect();
+    assert_eq!(names, [&["a", "c"][..], &["b", "d"]]);
+    assert_eq!(groups[1].spec, full(128));
+}
+
 #[test]
 fn a_wrapped_backend_is_another_group_of_the_same_name() {
     let mut wrapped = layer("b", "FLASH_ATTN", 4, full(64));

@@ -1,9 +1,11 @@
 //! Layouts: names, properties, resolution and its errors.
 
+use proptest::prelude::*;
+use timetable_attention::kernel_block::KernelBlockMap;
 use timetable_attention::layout::{
     DEFAULT_LAYOUTS, LayoutCell, LayoutError, LayoutRequest, block_compact, block_contiguous,
-    block_outermost, flashinfer_layout, layer_compact, layout_strides_bytes, list, name, parse,
-    resolve_layout,
+    block_outermost, flashinfer_layout, kernel_block_stride, kv_cache_shape_bytes, layer_compact,
+    layout_strides_bytes, list, name, parse, resolve_layout, supported_layouts,
 };
 use timetable_attention::spec::{
     CacheSpec, FullAttentionSpec, MlaAttentionSpec, UniformTypeKvCacheSpecs,
@@ -166,4 +168,88 @@ fn a_layout_is_set_once() {
         "KV cache layout is already resolved to LBHNC; cannot change it to BLHNC."
     );
     assert_eq!(cell.get(), Ok(L::Lbhnc));
+}
+
+#[test]
+fn only_dense_blocks_are_split() {
+    let spec: CacheSpec = FullAttentionSpec::new(256, 2, 64, Dtype::Bfloat16).into();
+    let stride = |layout| kernel_block_stride(layout, 2, &spec, 64);
+    assert_eq!(stride(L::Lbnhc), Ok(0));
+    assert_eq!(stride(L::Lbhnc), Ok(0));
+    assert_eq!(stride(L::Blhnc), Ok(8));
+    assert_eq!(stride(L::Blnhc), Ok(8));
+    // Unsplit blocks may lie anywhere.
+    assert_eq!(kernel_block_stride(L::Bhlnc, 2, &spec, 256), Ok(0));
+    let page = 2 * 256 * 128 * 2;
+    assert_eq!(
+        stride(L::Bhlnc).unwrap_err().to_string(),
+        format!(
+            "The resolved KV cache layout (BHLNC) does not store blocks as dense, unpadded pages (block stride {} != page {page}), so a manager block cannot be split into 4 kernel blocks of 64 tokens. Reduce --block-size to 64 or choose a layout whose blocks are dense (e.g. LBNHC) without page padding.",
+            2 * page
+        )
+    );
+    assert!(stride(L::Lhbnc).is_err());
+    let mut padded = FullAttentionSpec::new(256, 2, 64, Dtype::Bfloat16);
+    padded.attention.page_size_padded = Some(page + 4096);
+    let error = kernel_block_stride(L::Lbnhc, 2, &padded.into(), 64).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains(&format!("block stride {} != page {page}", page + 4096))
+    );
+    assert!(kernel_block_stride(L::Lbnhc, 2, &spec, 96).is_err());
+}
+
+fn any_set() -> impl Strategy<Value = Option<Vec<L>>> {
+    let layouts = proptest::sample::subsequence(L::ALL.to_vec(), 1..=6).prop_shuffle();
+    proptest::option::of(layouts)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(10_000))]
+
+    /// What is supported is in every declared set; nothing is supported only if the sets share nothing.
+    #[test]
+    fn supported_layouts_satisfy_every_backend(sets in proptest::collection::vec(any_set(), 0..5)) {
+        let declared: Vec<Option<&[L]>> = sets.iter().map(Option::as_deref).collect();
+        let shared: Vec<L> = L::ALL
+            .iter()
+            .copied()
+            .filter(|l| sets.iter().flatten().all(|s| s.contains(l)))
+            .collect();
+        match supported_layouts(&declared) {
+            Ok(mut layouts) => {
+                prop_assert!(!layouts.is_empty());
+                layouts.sort_unstable();
+                prop_assert_eq!(layouts, shared);
+            }
+            Err(_) => prop_assert!(shared.is_empty()),
+        }
+    }
+
+    /// A token's bytes are the same, seen through manager blocks of a dense layout or through kernel blocks with the stride
+    /// that the layout asks for: pages of one layer, other layers' pages stepped over.
+    #[test]
+    fn kernel_pages_tile_the_layers_own_pages(
+        layers in 1..5_u32,
+        ratio in 2..6_u32,
+        block in 0..50_i32,
+        packed in any::<bool>(),
+    ) {
+        let layout = if packed { L::Blnhc } else { L::Lbnhc };
+        let spec: CacheSpec =
+            FullAttentionSpec::new(16 * ratio, 2, 8, Dtype::Bfloat16).into();
+        let shape = kv_cache_shape_bytes(&spec, 50, 16 * ratio);
+        let page = shape[1] * shape[2] * shape[3];
+        let stride = kernel_block_stride(layout, layers, &spec, 16).unwrap();
+        let map = KernelBlockMap::new(16 * ratio, 16, stride, 50).unwrap();
+        let mut out = vec![0; ratio as usize];
+        map.rewrite(&[block], &mut out);
+        let block_stride = layout_strides_bytes(layout, layers, shape)[1];
+        for (j, kernel_block) in out.iter().enumerate() {
+            let through_kernel = *kernel_block as u64 * (page / u64::from(ratio));
+            let through_manager = block as u64 * block_stride + j as u64 * (page / u64::from(ratio));
+            prop_assert_eq!(through_kernel, through_manager);
+        }
+    }
 }
