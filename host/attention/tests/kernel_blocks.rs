@@ -1,4 +1,4 @@
-//! Kernel blocks: rewriting keeps every token's cache slot; field cases 9, 12 and 14's relatives that belong to block tables.
+//! Kernel blocks: rewriting keeps every token's cache slot; field case 9.
 
 use proptest::prelude::*;
 use timetable_attention::kernel_block::{

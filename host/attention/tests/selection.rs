@@ -1,5 +1,6 @@
 //! Choosing a backend: texts, explicit choices, third parties' backends, the CPU device's column, the start-up report.
 
+use proptest::prelude::*;
 use timetable_attention::backend::{
     Backend, BackendRegistry, BackendRow, Capability, Configuration, Device, FlashAttnQuery, Hook,
     MambaBackend, ModelFacts, RegisterError, RegisteredBackend, check_kv_cache_dtype,
@@ -10,7 +11,9 @@ use timetable_attention::group::{
 };
 use timetable_attention::kernel_block::{KernelBlockError, KernelBlockSize};
 use timetable_attention::report::{LseBases, RunFacts, Severity, StartupReport};
-use timetable_attention::select::{Request, check_kind, explain, kind_of, requested_for, select};
+use timetable_attention::select::{
+    Request, check_kind, explain, kind_of, priority, requested_for, select,
+};
 use timetable_attention::spec::{
     CacheSpec, FullAttentionSpec, KvQuantMode, MlaAttentionSpec, SlidingWindowSpec,
 };
@@ -487,4 +490,72 @@ fn a_dcp_interleave_that_flashinfer_mla_cannot_read_is_refused() {
         report.refusal().unwrap().message,
         "FlashInfer MLA native DCP requires cp_kv_cache_interleave_size=1; got 64."
     );
+}
+
+fn any_configuration() -> impl Strategy<Value = Configuration> {
+    let sizes = prop::sample::select(vec![7_u32, 64, 80, 128, 256, 512, 576]);
+    let dtypes = prop::sample::select(vec![Dtype::Float16, Dtype::Bfloat16, Dtype::Float32]);
+    let caches = prop::sample::select(vec![None, Some("auto"), Some("fp8"), Some("nvfp4")]);
+    let blocks = prop::sample::select(vec![None, Some(16), Some(64), Some(24), Some(256)]);
+    // Sparse choices, so that something is often valid.
+    let flags = prop::collection::vec(prop::bool::weighted(0.15), 10);
+    (sizes, dtypes, caches, blocks, flags).prop_map(|(head_size, dtype, cache, block_size, f)| {
+        Configuration {
+            kv_cache_dtype: cache.map(str::to_owned),
+            block_size,
+            use_mla: f[0],
+            use_sparse: f[0] && f[1],
+            has_sink: f[2],
+            use_mm_prefix: f[3],
+            has_sliding_window: f[4],
+            use_non_causal: f[5],
+            use_batch_invariant: f[6],
+            use_pcp: f[7],
+            use_dcp: f[8],
+            use_rswa: f[9],
+            model: ModelFacts::DEEPSEEK_R1,
+            ..Configuration::new(head_size, dtype)
+        }
+    })
+}
+
+fn any_device() -> impl Strategy<Value = Device> {
+    prop::sample::select(vec![
+        Device::Cpu,
+        cuda(7, 5),
+        cuda(8, 0),
+        cuda(9, 0),
+        cuda(10, 0),
+        cuda(12, 0),
+    ])
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(10_000))]
+
+    /// The choice is the first of the priority list without reasons, or an error; a choice by name is that name or an error;
+    /// and what is explained agrees with what is chosen.
+    #[test]
+    fn a_choice_is_the_first_valid_one_or_the_one_asked_for(
+        config in any_configuration(),
+        device in any_device(),
+        num_heads in prop::sample::select(vec![8_u32, 16, 128]),
+        asked in prop::option::of(prop::sample::select(Backend::ALL.to_vec())),
+    ) {
+        let registry = BackendRegistry::new();
+        let valid = |b: &Backend| row(*b, device).validate_configuration(&config, device).is_empty();
+        let expected = match asked {
+            Some(backend) => Some(backend).filter(valid),
+            None => priority(&config, num_heads, device).into_iter().find(valid),
+        };
+        let request = Request { config: &config, num_heads, device, requested: asked.map(Backend::name) };
+        let chosen = select(&registry, &request).ok().map(|s| s.row.name.to_string());
+        prop_assert_eq!(chosen.as_deref(), expected.map(Backend::name));
+        let answers = explain(&registry, &request);
+        prop_assert_eq!(answers.len(), Backend::ALL.len());
+        let explained: Vec<&str> =
+            answers.iter().filter(|a| a.chosen).map(|a| a.name.as_str()).collect();
+        prop_assert_eq!(explained, chosen.as_deref().into_iter().collect::<Vec<_>>());
+        prop_assert!(answers.iter().all(|a| a.chosen != a.why_not.is_some()));
+    }
 }
