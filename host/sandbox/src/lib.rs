@@ -1,1 +1,44 @@
-//! Placeholder.
+//! Metadata builders as WebAssembly components: limits, versions, reload, same-step fallback.
+//!
+//! - [`Sandbox`] holds the engine and the [`Limits`]; [`Sandbox::load`] turns bytes into a [`Component`] or says why not.
+//! - [`WasmBuilder`] is one instance of a component: a `MetadataBuilder`.
+//! - [`GroupBuilder`] is what an engine holds for each attention group: the version in service, a warmed spare, and the plain
+//!   builder that serves whenever the component does not. Its [`ReloadHandle`] replaces the version while requests run.
+//! - [`StateDir`] keeps components by content, and what is active, across restarts; [`CodeCache`] keeps compiled code.
+//!
+//! The crate is useful without Timetable's engine; `examples/02_embed_sandbox.rs` shows how. It must never know what a
+//! family's metadata means (that is `timetable-attention`'s), and never a device.
+
+mod abi;
+mod builder;
+mod cache;
+mod fault;
+mod group;
+mod limits;
+mod load;
+pub mod measure;
+mod metrics;
+mod owned_dir;
+mod probe;
+mod reload;
+mod sandbox;
+mod state_dir;
+mod status;
+mod version;
+mod watchdog;
+mod workshop;
+
+pub use builder::WasmBuilder;
+pub use cache::CodeCache;
+pub use group::{Acceptance, BuiltBy, GroupBuilder, GroupSetup, StepError, StepMetadata};
+pub use limits::Limits;
+pub use load::{Component, LoadError};
+pub use metrics::{LatencyHistogram, RunningSummary, Summary, chosen};
+pub use owned_dir::DirError;
+pub use probe::probe_steps;
+pub use reload::{ReloadError, ReloadHandle, version_of};
+pub use sandbox::{Sandbox, SandboxError};
+pub use state_dir::{ActiveComponent, StateDir, StateError};
+pub use status::{BuilderStatus, FaultRecord, GroupState};
+pub use version::{ContentHash, VersionInfo};
+pub use watchdog::Watchdog;

@@ -1,0 +1,181 @@
+//! Every bound that the sandbox puts on a component, in one struct.
+//!
+//! Must never know: which family a component serves, or what a step is made of beyond its number of rows.
+
+use std::time::Duration;
+
+const KIB: usize = 1024;
+const MIB: usize = 1024 * KIB;
+
+/// Bounds on components. The defaults are those of the design; each field says unit, default and cost.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Limits {
+    /// Live instances at once, in all groups. Unit: instances. Default: 64.
+    ///
+    /// An attention group (and micro-batch) uses up to five: active, its spare, the previous version, and the two that a
+    /// reload is preparing. Cost: address space (`memory_reservation` + a guard each), no resident memory until used.
+    /// Exceeding it is a hard error of the one who asks for the instance, never of a running builder.
+    pub max_instances: u32,
+    /// Linear memory of one instance. Unit: bytes. Default: 4 MiB. Growing beyond it traps.
+    ///
+    /// Cost: none per call; it is looked at in `memory.grow` only.
+    pub max_memory_bytes: usize,
+    /// Address space reserved for one instance's memory. Unit: bytes. Default: `max_memory_bytes`.
+    ///
+    /// 4 GiB would let the compiler leave out bounds checks, at 4 GiB of address space for each instance, which counts under
+    /// RLIMIT_AS and some container policies. Cost of the small default: explicit bounds checks in the guest's loops.
+    pub memory_reservation_bytes: u64,
+    /// Fuel of every call, before rows are counted. Unit: fuel (about one per wasm instruction). Default: 400,000.
+    ///
+    /// Fuel costs 10–15 % of a build. It never kills a healthy builder on a busy machine, and it replays.
+    pub fuel_per_call: u64,
+    /// Additional fuel for each row of the batch. Unit: fuel. Default: 4,000. A FLASHINFER plan uses about 700 a row.
+    pub fuel_per_row: u64,
+    /// Fuel for instantiating, constructing, `info` and `launch-promise`. Unit: fuel. Default: 20 million, about 1 ms of a
+    /// tight loop.
+    pub fuel_fixed: u64,
+    /// Wall-clock time after which a call is interrupted. Default: 200 ms; at least 100 ms.
+    ///
+    /// A coarse watchdog, for what fuel does not see. At 1 ms it killed healthy builders on a busy machine. Cost: a check in
+    /// every loop, shared with fuel's.
+    pub watchdog: Duration,
+    /// Period of the watchdog's ticker thread. Default: 20 ms. Cost: one wake-up of a sleeping thread each.
+    pub watchdog_tick: Duration,
+    /// Bytes that one call may make the host allocate for its result. Default: 4 MiB.
+    ///
+    /// Charged by wasmtime while it lifts lists and strings, before it allocates. The contract's list elements are at least a
+    /// byte, so this bounds every list's length as well. Cost: a subtraction for each list.
+    pub max_lifted_bytes: usize,
+    /// Longest name or message taken over from a component. Unit: bytes. Default: 1 KiB. The rest is cut off.
+    pub max_text_bytes: usize,
+    /// The wasm stack. Unit: bytes. Default: 256 KiB. Exhausting it traps. Cost: none.
+    pub max_wasm_stack_bytes: usize,
+    /// Largest component that is looked at. Unit: bytes. Default: 16 MiB. Cost: compile time is linear in it, about a
+    /// millisecond for 2 KB.
+    pub max_component_bytes: usize,
+    /// Elements of one wasm table. Default: 4,096.
+    pub max_table_elements: usize,
+    /// Consecutive faults after which a builder is left alone until the next reload or rollback. Default: 8.
+    ///
+    /// Each of these steps costs the faulty call, a recovery off the step thread (about 50 µs) and the plain build.
+    pub max_consecutive_faults: u32,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits {
+            max_instances: 64,
+            max_memory_bytes: 4 * MIB,
+            memory_reservation_bytes: 4 * MIB as u64,
+            fuel_per_call: 400_000,
+            fuel_per_row: 4_000,
+            fuel_fixed: 20_000_000,
+            watchdog: Duration::from_millis(200),
+            watchdog_tick: Duration::from_millis(20),
+            max_lifted_bytes: 4 * MIB,
+            max_text_bytes: KIB,
+            max_wasm_stack_bytes: 256 * KIB,
+            max_component_bytes: 16 * MIB,
+            max_table_elements: 4096,
+            max_consecutive_faults: 8,
+        }
+    }
+}
+
+impl Limits {
+    /// Fuel of a build for `rows` rows.
+    pub fn fuel_for(&self, rows: u32) -> u64 {
+        self.fuel_per_call
+            .saturating_add(self.fuel_per_row.saturating_mul(u64::from(rows)))
+    }
+
+    /// Ticks of the watchdog until a call is interrupted; never less than the time in `watchdog`.
+    pub(crate) fn watchdog_ticks(&self) -> u64 {
+        let tick = self.watchdog_tick.as_nanos().max(1);
+        (self.watchdog.as_nanos().div_ceil(tick) + 1) as u64
+    }
+
+    /// What is wrong with these limits, if anything: field, value, remedy.
+    pub(crate) fn problem(&self) -> Option<String> {
+        if self.watchdog < Duration::from_millis(100) {
+            return Some(format!(
+                "watchdog is {:?}; use at least 100 ms, or healthy builders die on a busy machine",
+                self.watchdog
+            ));
+        }
+        if self.watchdog_tick < Duration::from_millis(1) || self.watchdog_tick > self.watchdog {
+            return Some(format!(
+                "watchdog_tick is {:?}; use 1 ms up to watchdog ({:?})",
+                self.watchdog_tick, self.watchdog
+            ));
+        }
+        if self.max_memory_bytes < 64 * KIB || self.max_memory_bytes as u64 > 1 << 32 {
+            return Some(format!(
+                "max_memory_bytes is {}; use 64 KiB (one wasm page) up to 4 GiB",
+                self.max_memory_bytes
+            ));
+        }
+        if self.memory_reservation_bytes < self.max_memory_bytes as u64 {
+            return Some(format!(
+                "memory_reservation_bytes is {}, below max_memory_bytes {}; reserve at least the cap",
+                self.memory_reservation_bytes, self.max_memory_bytes
+            ));
+        }
+        if self.max_instances == 0 || self.max_instances > 10_000 {
+            return Some(format!(
+                "max_instances is {}; use 1 to 10,000",
+                self.max_instances
+            ));
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fuel_is_four_times_a_hundred_thousand_plus_a_thousand_a_row() {
+        let limits = Limits::default();
+        for rows in [0, 1, 256, 1024] {
+            assert_eq!(
+                limits.fuel_for(rows),
+                4 * (100_000 + 1_000 * u64::from(rows))
+            );
+        }
+        assert_eq!(
+            limits.fuel_for(u32::MAX),
+            400_000 + 4_000 * u64::from(u32::MAX)
+        );
+    }
+
+    #[test]
+    fn the_deadline_is_never_earlier_than_the_watchdog() {
+        let limits = Limits::default();
+        assert!(limits.watchdog_ticks() > 10, "{}", limits.watchdog_ticks());
+        // The first tick may come at once, so that n ticks last at least n - 1 periods.
+        let at_least = limits.watchdog_tick * (limits.watchdog_ticks() as u32 - 1);
+        assert!(at_least >= limits.watchdog);
+    }
+
+    #[test]
+    fn limits_that_kill_healthy_builders_are_refused() {
+        assert_eq!(Limits::default().problem(), None);
+        let eager = Limits {
+            watchdog: Duration::from_millis(1),
+            ..Limits::default()
+        };
+        assert!(eager.problem().unwrap().contains("at least 100 ms"));
+        let small = Limits {
+            memory_reservation_bytes: 1,
+            ..Limits::default()
+        };
+        assert!(
+            small
+                .problem()
+                .unwrap()
+                .contains("memory_reservation_bytes is 1")
+        );
+    }
+}

@@ -1,0 +1,293 @@
+//! Replacing a group's builder while requests run: everything that takes time happens on the reload thread, and only a version
+//! that loads, constructs and builds is left for the step thread to take.
+//!
+//! Must never know: the step thread's own state. It leaves things in mailboxes.
+
+use std::sync::Arc;
+
+use timetable_attention::{BuildFault, MetadataBuilder};
+use timetable_types::{BuilderConfig, Family};
+
+use crate::{
+    BuilderStatus, Component, ContentHash, LoadError, VersionInfo, WasmBuilder,
+    group::{Ready, Shared, Version, lock},
+    metrics::VersionMetrics,
+    probe,
+};
+
+/// Why a version does not go into service. The one that served goes on serving.
+#[derive(Debug, thiserror::Error)]
+pub enum ReloadError {
+    /// The component is refused.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// It builds for another family.
+    #[error("the component builds {found} metadata, but group `{group}` reads {expected}; give a component of that family", found = found.interface(), expected = expected.interface())]
+    Family {
+        /// The group.
+        group: String,
+        /// The group's family.
+        expected: Family,
+        /// The component's.
+        found: Family,
+    },
+    /// Its constructor failed.
+    #[error("the builder cannot be constructed with group `{group}`'s configuration: {fault}")]
+    Construct {
+        /// The group.
+        group: String,
+        /// What happened.
+        fault: BuildFault,
+    },
+    /// A test build failed.
+    #[error("the builder failed a test build for group `{group}`: {fault}")]
+    TestBuild {
+        /// The group.
+        group: String,
+        /// What happened.
+        fault: BuildFault,
+    },
+    /// The host's own check refused it.
+    #[error("the builder was not accepted for group `{group}`: {reason}")]
+    NotAccepted {
+        /// The group.
+        group: String,
+        /// Why.
+        reason: String,
+    },
+    /// Nothing to go back to.
+    #[error("group `{0}` has no previous version to roll back to; reload a component instead")]
+    NoPrevious(String),
+    /// Nothing to configure.
+    #[error("group `{0}` has no component; reload one first")]
+    NoComponent(String),
+    /// The reload thread ended in the middle of it.
+    #[error(
+        "the reload of group `{0}` was given up: its thread failed; see the log, and try again"
+    )]
+    GivenUp(String),
+}
+
+/// Reloads, rolls back and looks at one group's builder, from any thread. Cheap to clone.
+#[derive(Clone)]
+pub struct ReloadHandle {
+    shared: Arc<Shared>,
+}
+
+impl ReloadHandle {
+    pub(crate) fn new(shared: Arc<Shared>) -> ReloadHandle {
+        ReloadHandle { shared }
+    }
+
+    /// The group's name.
+    pub fn group(&self) -> &str {
+        &self.shared.name
+    }
+
+    /// The group's family.
+    pub fn family(&self) -> Family {
+        self.shared.family
+    }
+
+    /// Loads, compiles, instantiates, constructs and tries `bytes` on the reload thread; the version takes over at the next
+    /// step boundary. Waits until it is ready (not until it has taken over). A bad component changes nothing.
+    ///
+    /// A version that is waiting already is replaced. Reloading the version in service gives it fresh instances and lifts a
+    /// suspension.
+    pub fn reload(&self, bytes: &[u8], origin: &str) -> Result<VersionInfo, ReloadError> {
+        let (bytes, origin) = (bytes.to_vec(), origin.to_owned());
+        self.on_reload_thread(move |shared| {
+            let component = shared.sandbox.load(&bytes)?;
+            drop(bytes);
+            publish(shared, &component, &shared.config.load_full(), &origin)
+        })
+    }
+
+    /// As `reload`, with a component that is loaded already: for several groups of one family.
+    pub fn reload_component(
+        &self,
+        component: &Component,
+        origin: &str,
+    ) -> Result<VersionInfo, ReloadError> {
+        let (component, origin) = (component.clone(), origin.to_owned());
+        self.on_reload_thread(move |shared| {
+            publish(shared, &component, &shared.config.load_full(), &origin)
+        })
+    }
+
+    /// The component in service with other options: another configuration is another version, with instances of its own.
+    /// The options stay for later reloads if this succeeds.
+    pub fn reconfigure(&self, options: Vec<(String, String)>) -> Result<VersionInfo, ReloadError> {
+        self.on_reload_thread(move |shared| {
+            let active = shared
+                .active
+                .load_full()
+                .ok_or_else(|| ReloadError::NoComponent(shared.name.clone()))?;
+            let config = BuilderConfig {
+                options,
+                ..BuilderConfig::clone(&shared.config.load())
+            };
+            let config = Arc::new(config);
+            let info = publish(shared, &active.component, &config, &active.info.origin)?;
+            shared.config.store(config);
+            Ok(info)
+        })
+    }
+
+    /// Goes back to the version before, which was kept ready; it takes over at the next step boundary, and the present one
+    /// becomes the previous. If a reload is still waiting for its step boundary, it is withdrawn instead.
+    pub fn rollback(&self) -> Result<VersionInfo, ReloadError> {
+        self.on_reload_thread(|shared| {
+            if shared.pending.withdraw().is_some()
+                && let Some(active) = shared.active.load_full()
+            {
+                return Ok(active.info.clone());
+            }
+            let mut ready = lock(&shared.previous)
+                .take()
+                .ok_or_else(|| ReloadError::NoPrevious(shared.name.clone()))?;
+            // It serves without a spare if none can be made: better than staying with a version that is not wanted.
+            ready.spare = make(shared, &ready.version.component, &ready.version.config).ok();
+            let version = ready.version.clone();
+            drop(shared.pending.put(ready));
+            Ok(version.info.clone())
+        })
+    }
+
+    /// What the group's builder is doing.
+    pub fn status(&self) -> BuilderStatus {
+        self.shared.status()
+    }
+
+    fn on_reload_thread<T: Send + 'static>(
+        &self,
+        job: impl FnOnce(&Arc<Shared>) -> Result<T, ReloadError> + Send + 'static,
+    ) -> Result<T, ReloadError> {
+        let (answer, answered) = crossbeam_channel::bounded(1);
+        let shared = self.shared.clone();
+        self.shared.sandbox.workshop().run(move || {
+            // The one who asked may have gone; the version is in place all the same.
+            let _ = answer.send(job(&shared));
+        });
+        // No answer: the job panicked, and its sender was dropped.
+        answered
+            .recv()
+            .unwrap_or_else(|_| Err(ReloadError::GivenUp(self.shared.name.clone())))
+    }
+}
+
+fn publish(
+    shared: &Arc<Shared>,
+    component: &Component,
+    config: &Arc<BuilderConfig>,
+    origin: &str,
+) -> Result<VersionInfo, ReloadError> {
+    let ready = prepare(shared, component, config, origin)?;
+    let info = ready.version.info.clone();
+    drop(shared.pending.put(ready));
+    Ok(info)
+}
+
+/// A version with an instance and a spare, both constructed and tried.
+pub(crate) fn prepare(
+    shared: &Shared,
+    component: &Component,
+    config: &Arc<BuilderConfig>,
+    origin: &str,
+) -> Result<Ready, ReloadError> {
+    if component.family() != shared.family {
+        return Err(ReloadError::Family {
+            group: shared.name.clone(),
+            expected: shared.family,
+            found: component.family(),
+        });
+    }
+    let mut instance = make(shared, component, config)?;
+    if let Some(accept) = &shared.acceptance {
+        accept(&mut instance).map_err(|reason| ReloadError::NotAccepted {
+            group: shared.name.clone(),
+            reason,
+        })?;
+    }
+    let spare = make(shared, component, config)?;
+    let version = Version {
+        info: VersionInfo {
+            version: instance.version(),
+            component: component.hash(),
+            family: shared.family,
+            name: instance.info().name.clone(),
+            origin: origin.to_owned(),
+        },
+        builder: instance.info().clone(),
+        component: component.clone(),
+        config: config.clone(),
+        metrics: VersionMetrics::default(),
+    };
+    Ok(Ready {
+        version: Arc::new(version),
+        instance,
+        spare: Some(spare),
+    })
+}
+
+fn make(
+    shared: &Shared,
+    component: &Component,
+    config: &BuilderConfig,
+) -> Result<WasmBuilder, ReloadError> {
+    let group = || shared.name.clone();
+    let mut instance =
+        WasmBuilder::new(component, config).map_err(|fault| ReloadError::Construct {
+            group: group(),
+            fault,
+        })?;
+    probe::run(&mut instance, config).map_err(|fault| ReloadError::TestBuild {
+        group: group(),
+        fault,
+    })?;
+    Ok(instance)
+}
+
+/// After a fault: a new spare, unless the version has gone out of service.
+pub(crate) fn refill(shared: &Shared, version: &Arc<Version>) {
+    let in_service = || {
+        shared
+            .active
+            .load()
+            .as_ref()
+            .is_some_and(|active| Arc::ptr_eq(active, version))
+    };
+    if !in_service() {
+        return;
+    }
+    match make(shared, &version.component, &version.config) {
+        Ok(spare) => drop(shared.spares.put((version.clone(), spare))),
+        Err(error) => {
+            tracing::warn!(group = %shared.name, version = %version.info.version, "no spare instance: {error}");
+        }
+    }
+}
+
+/// Keeps the version that went out of service ready for a rollback. If its instances died, it gets a new one; if that fails,
+/// there is nothing to go back to.
+pub(crate) fn retire(shared: &Shared, version: Arc<Version>, instance: Option<WasmBuilder>) {
+    let instance = match instance.filter(|instance| !instance.is_dead()) {
+        Some(instance) => Ok(instance),
+        None => make(shared, &version.component, &version.config),
+    };
+    match instance {
+        Ok(instance) => drop(lock(&shared.previous).replace(Ready {
+            version,
+            instance,
+            spare: None,
+        })),
+        Err(error) => {
+            tracing::warn!(group = %shared.name, version = %version.info.version, "not kept for a rollback: {error}");
+        }
+    }
+}
+
+/// The version's key of a component and a configuration, without making it.
+pub fn version_of(component: &Component, config: &BuilderConfig) -> ContentHash {
+    crate::version::version_hash(component.hash(), config)
+}

@@ -1,0 +1,211 @@
+//! The engine that all components share, its configuration, and what every store carries.
+//!
+//! Must never know: families, versions, or steps.
+
+use std::sync::Arc;
+
+use wasmtime::{
+    Config, Engine, InstanceAllocationStrategy, OptLevel, PoolingAllocationConfig, ResourceLimiter,
+    Store, Strategy,
+};
+
+use crate::{CodeCache, Component, Limits, LoadError, Watchdog, workshop::Workshop};
+
+/// One wasmtime engine with its limits, watchdog and code cache. Cheap to clone; all clones are the same sandbox.
+#[derive(Clone)]
+pub struct Sandbox {
+    pub(crate) shared: Arc<Shared>,
+}
+
+pub(crate) struct Shared {
+    pub(crate) engine: Engine,
+    pub(crate) limits: Limits,
+    pub(crate) watchdog: Watchdog,
+    pub(crate) cache: Option<CodeCache>,
+    workshop: Workshop,
+}
+
+/// Why there is no sandbox.
+#[derive(Debug, thiserror::Error)]
+pub enum SandboxError {
+    /// A limit makes no sense.
+    #[error("sandbox limit {0}")]
+    Limit(String),
+    /// wasmtime refuses the configuration, or the address space for the pool is not to be had.
+    #[error(
+        "the WebAssembly engine cannot start: {0}; lower Limits::max_instances or raise the address-space limit (ulimit -v)"
+    )]
+    Engine(String),
+    /// No thread for the watchdog or for reloads.
+    #[error(
+        "the watchdog's or the reload's thread cannot start: {0}; raise the process's thread limit"
+    )]
+    Thread(#[source] std::io::Error),
+}
+
+impl Sandbox {
+    /// A sandbox without a code cache: each component is compiled when it is loaded, 15–40 ms for 30 KB.
+    pub fn new(limits: Limits) -> Result<Sandbox, SandboxError> {
+        Sandbox::build(limits, None)
+    }
+
+    /// A sandbox that keeps compiled code in `cache`.
+    pub fn with_cache(limits: Limits, cache: CodeCache) -> Result<Sandbox, SandboxError> {
+        Sandbox::build(limits, Some(cache))
+    }
+
+    fn build(limits: Limits, cache: Option<CodeCache>) -> Result<Sandbox, SandboxError> {
+        if let Some(problem) = limits.problem() {
+            return Err(SandboxError::Limit(problem));
+        }
+        let engine = Engine::new(&engine_config(&limits))
+            .map_err(|error| SandboxError::Engine(format!("{error:#}")))?;
+        let watchdog =
+            Watchdog::start(engine.clone(), limits.watchdog_tick).map_err(SandboxError::Thread)?;
+        let workshop = Workshop::start().map_err(SandboxError::Thread)?;
+        Ok(Sandbox {
+            shared: Arc::new(Shared {
+                engine,
+                limits,
+                watchdog,
+                cache,
+                workshop,
+            }),
+        })
+    }
+
+    /// Checks, compiles (or takes from the cache) and type-checks a component. Nothing of it runs but its start function.
+    ///
+    /// Takes 15–40 ms for a reference builder; never call it on the step thread.
+    pub fn load(&self, bytes: &[u8]) -> Result<Component, LoadError> {
+        Component::load(self, bytes)
+    }
+
+    /// The limits in force.
+    pub fn limits(&self) -> &Limits {
+        &self.shared.limits
+    }
+
+    /// The watchdog.
+    pub fn watchdog(&self) -> &Watchdog {
+        &self.shared.watchdog
+    }
+
+    pub(crate) fn workshop(&self) -> &Workshop {
+        &self.shared.workshop
+    }
+
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.shared.engine
+    }
+
+    /// A store ready for instantiation: fuel and deadline set, so that a start function cannot run away.
+    pub(crate) fn store(&self) -> Store<StoreState> {
+        let limits = &self.shared.limits;
+        let mut store = Store::new(
+            &self.shared.engine,
+            StoreState {
+                max_memory_bytes: limits.max_memory_bytes,
+                max_table_elements: limits.max_table_elements,
+                refused_bytes: None,
+            },
+        );
+        store.limiter(|state| state);
+        store.set_hostcall_fuel(limits.max_lifted_bytes);
+        store
+    }
+
+    /// Before every call: the fuel and the deadline are set anew, and there is a ticker.
+    pub(crate) fn arm(&self, store: &mut Store<StoreState>, fuel: u64) -> Result<(), String> {
+        self.shared.watchdog.ensure_alive()?;
+        store.set_epoch_deadline(self.shared.limits.watchdog_ticks());
+        store.set_fuel(fuel).map_err(|error| error.to_string())
+    }
+}
+
+/// What a store carries: the memory cap, and whether it was hit.
+pub(crate) struct StoreState {
+    max_memory_bytes: usize,
+    max_table_elements: usize,
+    /// The size that was asked for and refused.
+    pub(crate) refused_bytes: Option<usize>,
+}
+
+impl ResourceLimiter for StoreState {
+    fn memory_growing(
+        &mut self,
+        _current: usize,
+        desired: usize,
+        _maximum: Option<usize>,
+    ) -> wasmtime::Result<bool> {
+        if desired <= self.max_memory_bytes {
+            return Ok(true);
+        }
+        // An error here traps, so that no guest carries on with a failed allocation.
+        self.refused_bytes = Some(desired);
+        Err(wasmtime::Error::msg(format!(
+            "wants {desired} bytes of memory, more than its cap of {}",
+            self.max_memory_bytes
+        )))
+    }
+
+    fn table_growing(
+        &mut self,
+        _current: usize,
+        desired: usize,
+        _maximum: Option<usize>,
+    ) -> wasmtime::Result<bool> {
+        Ok(desired <= self.max_table_elements)
+    }
+}
+
+fn engine_config(limits: &Limits) -> Config {
+    // Components as wit-component makes them hold up to three core instances: the module, and a shim and its fix-up for
+    // destructors. Eight leaves room for components that were linked from several modules.
+    const CORE_INSTANCES: u32 = 8;
+    const TABLES: u32 = 8;
+    const MEMORIES: u32 = 2;
+    // What a pool slot keeps resident between instances is wiped by memset instead of madvise: faster to take again.
+    const KEEP_RESIDENT_BYTES: usize = 128 * 1024;
+
+    let mut pool = PoolingAllocationConfig::new();
+    pool.total_component_instances(limits.max_instances)
+        .total_core_instances(limits.max_instances * CORE_INSTANCES)
+        .total_memories(limits.max_instances)
+        .total_tables(limits.max_instances * TABLES)
+        .max_core_instances_per_component(CORE_INSTANCES)
+        .max_memories_per_component(MEMORIES)
+        .max_tables_per_component(TABLES)
+        .max_memory_size(limits.max_memory_bytes)
+        .table_elements(limits.max_table_elements)
+        .linear_memory_keep_resident(KEEP_RESIDENT_BYTES)
+        .max_unused_warm_slots(limits.max_instances);
+
+    let mut config = Config::new();
+    config
+        .allocation_strategy(InstanceAllocationStrategy::Pooling(pool))
+        .strategy(Strategy::Cranelift)
+        .cranelift_opt_level(OptLevel::Speed)
+        .memory_reservation(limits.memory_reservation_bytes)
+        .memory_may_move(false)
+        .max_wasm_stack(limits.max_wasm_stack_bytes)
+        .consume_fuel(true)
+        .epoch_interruption(true)
+        // A builder's result is a function of its inputs, on every machine.
+        .cranelift_nan_canonicalization(true)
+        .wasm_simd(true)
+        .wasm_relaxed_simd(false)
+        .wasm_memory64(false)
+        .wasm_multi_memory(false)
+        .wasm_gc(false)
+        .wasm_tail_call(false)
+        .wasm_wide_arithmetic(false)
+        .wasm_custom_page_sizes(false)
+        .wasm_component_model(true)
+        .shared_memory(false)
+        .concurrency_support(false)
+        .wasm_backtrace_max_frames(std::num::NonZeroUsize::new(4));
+    // Threads, component-model async and parallel compilation are off because the workspace builds wasmtime without these
+    // features.
+    config
+}
