@@ -179,7 +179,7 @@ fn fields_that_contradict_are_refused() {
         ),
         (
             |step| step["block_table"] = json!([[7], [2], [5]]),
-            "block_table[1] is 1, must be at least 2",
+            "block_table_width[1] is 1, must be at least 2",
         ),
         (
             |step| step["block_table"] = json!([[7, 0], [2], [5, 6]]),
@@ -195,7 +195,7 @@ fn fields_that_contradict_are_refused() {
         ),
         (
             |step| step["slot_mapping"] = json!([1, 2]),
-            "slot_mapping is 2, must be at least 22",
+            "slot_mapping has 2 elements, must have 22",
         ),
         (
             |step| step["slot_mapping"][3] = json!(128),
@@ -203,7 +203,7 @@ fn fields_that_contradict_are_refused() {
         ),
         (
             |step| step["is_prefilling"] = json!([0, 0, 0, 1]),
-            "is_prefilling is 4, must be at most 3",
+            "is_prefilling has 4 elements, must have 3",
         ),
     ];
     for (change, start) in cases {

@@ -79,8 +79,13 @@ impl Refusal {
         Refusal::new("family", 0, Rule::NoRules(family), 0)
     }
 
+    /// The field belongs to `part`, unless an inner record said so already.
     pub(super) fn within(self, part: &'static str) -> Self {
-        Refusal { part, ..self }
+        if self.part.is_empty() {
+            Refusal { part, ..self }
+        } else {
+            self
+        }
     }
 }
 

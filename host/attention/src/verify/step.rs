@@ -103,7 +103,7 @@ pub fn verify_step(ctx: &VerifyContext<'_>) -> Result<(), Refusal> {
             return Err(Refusal::new(
                 "positions",
                 positions.len() as i64,
-                Rule::AtLeast,
+                Rule::Length,
                 owned as i64,
             ));
         }
@@ -124,7 +124,7 @@ pub fn verify_step(ctx: &VerifyContext<'_>) -> Result<(), Refusal> {
         return Err(Refusal::new(
             "is_prefilling",
             is_prefilling.len() as i64,
-            Rule::AtMost,
+            Rule::Length,
             rows as i64,
         ));
     }
@@ -345,7 +345,7 @@ fn slots_rule(ctx: &VerifyContext<'_>, slots: &[i64], owned: usize) -> Result<()
         return Err(Refusal::new(
             "slot_mapping",
             slots.len() as i64,
-            Rule::AtLeast,
+            Rule::Length,
             tokens as i64,
         ));
     }
@@ -394,7 +394,7 @@ fn block_table_rule(
         return Err(Refusal::new(
             "block_table",
             table.rows() as i64,
-            Rule::AtLeast,
+            Rule::Length,
             rows as i64,
         ));
     }
@@ -437,7 +437,7 @@ fn check_ids(
         let needed = pages(row);
         if needed > width {
             return Err(Refusal::at(
-                "block_table",
+                "block_table_width",
                 row,
                 width as i64,
                 Rule::AtLeast,

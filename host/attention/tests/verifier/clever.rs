@@ -1,0 +1,99 @@
+//! Valid metadata that is not plain, as a good builder would make it: the ground that corruptions start from.
+
+use timetable_attention::{
+    plain_builder,
+    types::{
+        Family, Metadata,
+        flash_attn::TileOrder,
+        flashinfer::{Decode, Plan, Prefill, WorkList},
+    },
+};
+
+use crate::support::{Batch, Random};
+
+/// FLASH_ATTN with random splits and a random tile order.
+pub fn flash_attn(batch: &Batch, random: &mut Random) -> Metadata {
+    let mut builder = plain_builder(Family::FlashAttn, &batch.config).expect("plain");
+    let mut metadata = builder.build(&batch.step.cam, false).expect("built");
+    if let Metadata::FlashAttn(record) = &mut metadata {
+        let rows = batch.step.cam.num_reqs as usize;
+        let most = i64::from(batch.config.max_num_splits);
+        record.schedule.max_num_splits = random.between(1, most) as u32;
+        let max = i64::from(record.schedule.max_num_splits);
+        record.schedule.num_splits = (0..rows).map(|_| random.between(1, max) as i32).collect();
+        let mut order: Vec<i32> = (0..rows as i32).collect();
+        for place in (1..rows).rev() {
+            order.swap(place, random.between(0, place as i64) as usize);
+        }
+        record.schedule.tile_order = TileOrder::Rows(order);
+    }
+    metadata
+}
+
+/// FLASHINFER with chunks as short as the splits allow, items shuffled.
+pub fn flashinfer(batch: &Batch, random: &mut Random) -> Metadata {
+    let mut builder = plain_builder(Family::Flashinfer, &batch.config).expect("plain");
+    let mut metadata = builder.build(&batch.step.cam, false).expect("built");
+    if let Metadata::Flashinfer(record) = &mut metadata {
+        let starts = &batch.step.cam.query_start_loc_cpu;
+        let decodes = record.num_decodes as usize;
+        let most = batch.config.max_num_splits;
+        if let Some(Decode::Wrapper(plan)) = &mut record.decode {
+            split(plan, &starts[..=decodes], most, random);
+        }
+        if let Some(Prefill::Wrapper(plan)) = &mut record.prefill {
+            split(plan, &starts[decodes..], most, random);
+        }
+    }
+    metadata
+}
+
+/// Replaces the plan's work by one with chunks.
+pub fn split(plan: &mut Plan, starts: &[i32], most: u32, random: &mut Random) {
+    let longest = plan.seq_lens.iter().copied().max().unwrap_or(0).max(1) as u32;
+    let pages = longest.div_ceil(most).div_ceil(plan.page_size).max(1);
+    plan.work = work(plan, starts, pages * plan.page_size, random);
+}
+
+fn work(plan: &Plan, starts: &[i32], chunk: u32, random: &mut Random) -> WorkList {
+    let group = plan.num_qo_heads / plan.num_kv_heads;
+    let tile = random.pick(&[16, 64, 128]);
+    let mut items = Vec::new();
+    let mut merge_indptr = vec![0];
+    for (row, &len) in plan.seq_lens.iter().enumerate() {
+        let query = (starts[row + 1] - starts[row]) as u32;
+        for index in 0..(query * group).div_ceil(tile) {
+            // The last token of the tile; keys after it may be left out.
+            let last = (((index + 1) * tile - 1) / group).min(query - 1) as i32;
+            let causal = plan.causal && plan.dcp_world_size == 1;
+            let end = if causal {
+                len - query as i32 + last + 1
+            } else {
+                len
+            };
+            let chunks = (end.max(0) as u32).div_ceil(chunk).max(1);
+            for part in 0..chunks {
+                items.push((row as i32, index as i32, part as i32));
+            }
+            merge_indptr.push(items.len() as i32);
+        }
+    }
+    let split_kv = merge_indptr.windows(2).any(|pair| pair[1] - pair[0] > 1);
+    for place in (1..items.len()).rev() {
+        items.swap(place, random.between(0, place as i64) as usize);
+    }
+    let workers = (plan.work.worker_indptr.len() - 1).max(1);
+    let worker_indptr = (0..=workers)
+        .map(|worker| (worker * items.len() / workers) as i32)
+        .collect();
+    WorkList {
+        kv_chunk_size: chunk,
+        cta_tile_q: tile,
+        request_indices: items.iter().map(|item| item.0).collect(),
+        qo_tile_indices: items.iter().map(|item| item.1).collect(),
+        kv_tile_indices: items.iter().map(|item| item.2).collect(),
+        worker_indptr,
+        merge_indptr,
+        split_kv,
+    }
+}

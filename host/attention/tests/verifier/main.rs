@@ -1,0 +1,10 @@
+//! The verifier's rules: plain builders always pass, every field's rule is broken once, random corruptions are refused or
+//! inert.
+
+mod clever;
+mod flash_attn_fields;
+mod flashinfer_fields;
+mod mutations;
+mod plain;
+mod step_fields;
+mod support;
