@@ -1,8 +1,10 @@
 //! Batch rules and CUDA graph modes against the cases recorded from the real implementation: one function per vectors file.
 
 mod chunks;
+mod field_cases;
 mod graphs;
 mod harness;
+mod properties;
 mod rows;
 mod splits;
 mod steps;
