@@ -11,6 +11,11 @@ pub struct MmPrefixRanges {
     pub max_ranges: usize,
 }
 
+/// Drops spans that are longer than the layer's sliding window: the window would cut them, so they stay causal.
+pub fn retain_ranges_within_window(ranges: &mut Vec<MmDocRange>, sliding_window: u32) {
+    ranges.retain(|range| range.end - range.start < sliding_window);
+}
+
 /// For each token the span of its request that holds it, s32 [num_tokens, 2], (−1, −1) where none; end inclusive. `None` if no
 /// token of this step lies in a span. Token t of row r has position seq_len − query_len + (t − query_start).
 /// A span of one token changes nothing and is passed over. (vLLM 0.33 `fill_mm_prefix_query_ranges`.)

@@ -27,16 +27,21 @@ pub use local::{
     LocalAttentionError, LocalBlockColumns, make_local_attention_virtual_batches, max_virtual_rows,
 };
 pub use mamba::{NULL_BLOCK_ID, StateColumnError, mamba_get_block_table_tensor};
-pub use mm_prefix::{MmPrefixRanges, compute_mm_prefix_ranges, fill_mm_prefix_query_ranges};
+pub use mm_prefix::{
+    MmPrefixRanges, compute_mm_prefix_ranges, fill_mm_prefix_query_ranges,
+    retain_ranges_within_window,
+};
 pub use padding::{
     CaptureBatchError, PaddingError, PaddingValues, capture_batch, pad_query_start_loc, pad_step,
 };
-pub use reorder::{Reorder, ReorderRequest, reorder_batch_to_split_decodes_and_prefills};
+pub use reorder::{
+    Reorder, ReorderRequest, order_decodes_first, reorder_batch_to_split_decodes_and_prefills,
+};
 pub use reuse::{GroupAction, GroupReuse, RunnerGeneration, plan_group_reuse};
 pub use slots::{ContextParallel, SlotRule, slot_mapping_into};
 pub use step::{GroupStep, StepTensors};
 pub use tables::{BlockTables, GatheredTable, GroupTableConfig, TableError, window_null_blocks};
 pub use ubatch::{
     UbatchConfig, UbatchError, UbatchSlice, check_ubatch_thresholds, is_last_ubatch_empty,
-    maybe_create_ubatch_slices, pad_ubatch_slices, split_attn_metadata,
+    maybe_create_ubatch_slices, pad_ubatch_slices, slice_input_batch, split_attn_metadata,
 };

@@ -1,4 +1,5 @@
-//! Decodes first: the order that the first-generation runner gives its persistent batch, with as few swaps as that takes.
+//! Decodes first. The first-generation runner reorders its persistent batch with as few swaps as that takes; the second sorts
+//! the step's requests.
 
 /// One row of the persistent batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,4 +95,17 @@ pub fn reorder_batch_to_split_decodes_and_prefills(
         goes_to[row] = row;
     }
     reorder
+}
+
+/// The second-generation runner's order of a step's rows: those that verify drafts first, then those of exactly
+/// `decode_query_len` tokens, then the others by rising token count; equal rows keep their order. Each request is
+/// (has draft tokens, scheduled tokens). Returns the requests in row order.
+#[must_use]
+pub fn order_decodes_first(requests: &[(bool, u32)], decode_query_len: u32) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..requests.len()).collect();
+    order.sort_by_key(|&request| {
+        let (has_drafts, tokens) = requests[request];
+        (!has_drafts, tokens != decode_query_len, tokens)
+    });
+    order
 }

@@ -221,3 +221,56 @@ fn slice_step(slice: &UbatchSlice, step: &GroupStep) -> Result<GroupStep, Ubatch
     made.cam.causal = step.cam.causal.clone();
     Ok(made)
 }
+
+/// One part of a step as the second-generation runner cuts it: with device arithmetic only, so it never fails. Query starts are
+/// clamp(start − first token, 0, tokens of the part); the last row loses the tokens that later parts take. A part of padding
+/// alone keeps one row without queries, so that its kernels have something to be launched on.
+/// (vLLM 0.33 `_slice_input_batch`.)
+///
+/// # Panics
+/// If the step has no rows, or the part's tokens lie outside the slots.
+#[must_use]
+pub fn slice_input_batch(slice: &UbatchSlice, step: &GroupStep) -> GroupStep {
+    let num_reqs = step.batch_size();
+    assert!(num_reqs > 0, "a step without rows has no parts");
+    let first = slice.requests.start.min(num_reqs - 1);
+    let end = slice.requests.end.clamp(first + 1, num_reqs);
+    let (first_token, end_token) = (slice.tokens.start as i32, slice.tokens.end as i32);
+    let starts = &step.tensors.query_start_loc;
+    let query_start_loc: Vec<i32> = starts[first..=end]
+        .iter()
+        .map(|&start| (start - first_token).clamp(0, end_token - first_token))
+        .collect();
+    let shortened = |lens: &[i32]| {
+        let mut lens = lens[first..end].to_vec();
+        if let Some(last) = lens.last_mut() {
+            *last -= (starts[end] - end_token).max(0);
+        }
+        lens
+    };
+    let width = step.tensors.block_table_width;
+    let tensors = StepTensors {
+        query_start_loc,
+        seq_lens: shortened(&step.tensors.seq_lens),
+        block_table: step.tensors.block_table[first * width..end * width].to_vec(),
+        block_table_width: width,
+        slot_mapping: step.tensors.slot_mapping[slice.tokens.clone()].to_vec(),
+        causal: step
+            .tensors
+            .causal
+            .as_ref()
+            .map(|causal| causal[first..end].to_vec()),
+        ..StepTensors::default()
+    };
+    let bounds = shortened(&step.cam.seq_lens_cpu_upper_bound);
+    let (max_query_len, max_seq_len) = (step.cam.max_query_len, step.cam.max_seq_len);
+    let mut made = GroupStep::new(
+        tensors,
+        bounds,
+        slice.tokens.len() as u32,
+        max_query_len,
+        max_seq_len,
+    );
+    made.cam.causal = step.cam.causal.clone();
+    made
+}

@@ -1,9 +1,11 @@
 //! From the configured mode to the one that survives, as data: each change with its reason.
 
+use core::fmt;
+
 use serde::Serialize;
 use timetable_types::{CudagraphMode, CudagraphSupport};
 
-use super::modes::{GraphModes, weakest_support};
+use super::modes::{GraphModes, support_name, weakest_support};
 use super::resolve::{ChangeLevel, ModeChange, ResolveInput, resolve_cudagraph_mode_and_sizes};
 use super::{RuntimeMode, resolve};
 
@@ -72,6 +74,55 @@ pub struct Explanation {
     pub changes: Vec<ModeChange>,
     /// What is left.
     pub outcome: Outcome,
+}
+
+impl fmt::Display for Explanation {
+    /// One line for each fact: configured, supports, changes, outcome.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "configured  {}", self.configured.name())?;
+        for group in &self.groups {
+            writeln!(
+                f,
+                "supports    {}: {}",
+                group.backend,
+                support_name(group.support)
+            )?;
+        }
+        for change in &self.changes {
+            writeln!(
+                f,
+                "changed     {} -> {}: {}",
+                change.from.name(),
+                change.to.name(),
+                change.reason
+            )?;
+        }
+        match &self.outcome {
+            Outcome::Survived {
+                mode,
+                decode,
+                mixed,
+                capture_sizes,
+            } => {
+                write!(
+                    f,
+                    "survived    {}: decodes {}, other batches {}",
+                    mode.name(),
+                    decode.name(),
+                    mixed.name()
+                )?;
+                match capture_sizes.last() {
+                    Some(largest) => write!(
+                        f,
+                        "; {} sizes, the largest {largest} tokens",
+                        capture_sizes.len()
+                    ),
+                    None => f.write_str("; nothing is captured"),
+                }
+            }
+            Outcome::Refused { error } => write!(f, "refused     {error}"),
+        }
+    }
 }
 
 /// Changes that follow from the configuration alone, in order: pooling, encoder-decoder, connector, dynamic speculation, eager,

@@ -6,6 +6,7 @@ mod graphs;
 mod harness;
 mod properties;
 mod rows;
+mod rules;
 mod splits;
 mod steps;
 mod tables;

@@ -162,10 +162,14 @@ proptest! {
                 prop_assert_eq!(part.tensors.table().row(i), padded.tensors.table().row(row));
             }
         }
-        prop_assert_eq!(slots, padded.tensors.slot_mapping.clone());
+        prop_assert_eq!(&slots, &padded.tensors.slot_mapping);
         prop_assert_eq!(queries, padded.naive_query_lens());
         let lens: Vec<i32> = last_len.into_values().collect();
-        prop_assert_eq!(lens, padded.tensors.seq_lens);
+        prop_assert_eq!(&lens, &padded.tensors.seq_lens);
+        // Both runner generations cut alike.
+        for (slice, part) in slices.iter().zip(&made) {
+            prop_assert_eq!(&batch::slice_input_batch(slice, &padded).tensors, &part.tensors);
+        }
     }
 
     #[test]
@@ -287,9 +291,8 @@ proptest! {
         let query_lens = made.naive_query_lens();
         let mut done = step.compute_num_computed_tokens();
         let table = made.tensors.table();
-        for row in 0..made.batch_size() {
+        for (row, (&queries, &keys)) in query_lens.iter().zip(&made.tensors.seq_lens).enumerate() {
             let source = columns.rows[row] as usize;
-            let (queries, keys) = (query_lens[row], made.tensors.seq_lens[row]);
             // The last key of the row is its last query, and its first key begins that query's chunk.
             let last = done[source] + queries - 1;
             let chunk_start = last / chunk as i32 * chunk as i32;
@@ -301,7 +304,7 @@ proptest! {
             }
             done[source] += queries;
         }
-        prop_assert_eq!(done, step.tensors.seq_lens.clone());
+        prop_assert_eq!(&done, &step.tensors.seq_lens);
     }
 
     #[test]
