@@ -1,5 +1,7 @@
-//! Decode and prefill attention of the CPU device: ns per (query head · key), GB/s of cache read, and both against a
-//! memcpy of as many bytes by as many threads.
+//! Decode and prefill attention of the CPU device: ns per (query head · key), GB/s of cache read, against a memcpy of as
+//! many bytes by as many threads.
+//!
+//! "cpu ns" is the processor time of all threads per (query head · key), which a busy machine disturbs less than wall time.
 //!
 //!     cargo run --release -p timetable-device --example bench_attention
 
@@ -28,8 +30,8 @@ fn main() {
         rayon::current_num_threads()
     );
     println!(
-        "{:42} {:>5} {:>10} {:>12} {:>8} {:>8} {:>7}",
-        "case", "dtype", "µs", "ns/(head·key)", "GB/s", "memcpy", "GFLOP/s"
+        "{:42} {:>5} {:>10} {:>7} {:>7} {:>7} {:>7} {:>12}",
+        "case", "dtype", "µs", "ns", "cpu ns", "GB/s", "memcpy", "GFLOP/cpu s"
     );
     let cases = [
         Case {
@@ -144,7 +146,7 @@ fn run(case: &Case, dtype: CacheDtype) {
     let attention = new_impl(Family::FlashAttn, config).expect("a valid config");
     let query = vec![0.5; tokens * num_heads * head_size];
     let mut output = vec![0.0; query.len()];
-    let seconds = median(|| {
+    let (seconds, cpu_seconds) = median(|| {
         attention
             .forward(black_box(&query), &cache, Some(&step), &mut output, None)
             .expect("shapes fit");
@@ -156,7 +158,7 @@ fn run(case: &Case, dtype: CacheDtype) {
     let pairs = (keys * num_heads) as f64;
     let bytes = cache.bytes().len() as f64;
     let mut copy = vec![0u8; cache.bytes().len()];
-    let copy_seconds = median(|| {
+    let (copy_seconds, _) = median(|| {
         let chunk = copy.len().div_ceil(rayon::current_num_threads());
         copy.par_chunks_mut(chunk)
             .zip(cache.bytes().par_chunks(chunk))
@@ -164,14 +166,15 @@ fn run(case: &Case, dtype: CacheDtype) {
         black_box(&copy);
     });
     println!(
-        "{:42} {:>5} {:>10.1} {:>12.2} {:>8.1} {:>8.1} {:>7.0}",
+        "{:42} {:>5} {:>10.1} {:>7.2} {:>7.2} {:>7.1} {:>7.1} {:>12.1}",
         case.name,
         format!("{dtype:?}").to_lowercase(),
         seconds * 1e6,
         seconds * 1e9 / pairs,
+        cpu_seconds * 1e9 / pairs,
         bytes / seconds / 1e9,
         bytes / copy_seconds / 1e9,
-        pairs * head_size as f64 * 4.0 / seconds / 1e9
+        pairs * head_size as f64 * 4.0 / cpu_seconds / 1e9
     );
 }
 
@@ -204,16 +207,31 @@ fn metadata(case: &Case, tokens: usize) -> Metadata {
     })
 }
 
-/// Seconds of one call: the median of as many as fit in 0.4 s, at least 5, after one to warm up.
-fn median(mut call: impl FnMut()) -> f64 {
+/// Seconds of one call: the median of as many as fit in 0.4 s, at least 5, after one to warm up; and the mean processor
+/// time.
+fn median(mut call: impl FnMut()) -> (f64, f64) {
     call();
     let begin = Instant::now();
+    let cpu = cpu_seconds();
     let mut times = Vec::new();
     while times.len() < 5 || begin.elapsed().as_secs_f64() < 0.4 {
         let start = Instant::now();
         call();
         times.push(start.elapsed().as_secs_f64());
     }
+    let cpu = (cpu_seconds() - cpu) / times.len() as f64;
     times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
+    (times[times.len() / 2], cpu)
+}
+
+/// Processor time of all threads so far; 0 where the system does not say (it is Linux's schedstat).
+fn cpu_seconds() -> f64 {
+    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else {
+        return 0.0;
+    };
+    let of = |task: std::fs::DirEntry| -> Option<f64> {
+        let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
+        text.split_whitespace().next()?.parse().ok()
+    };
+    tasks.flatten().filter_map(of).sum::<f64>() / 1e9
 }

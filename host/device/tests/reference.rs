@@ -171,14 +171,14 @@ fn a_row_does_not_depend_on_what_else_is_in_the_batch() {
         let batch = Batch::new(rng, config, Causal::All(true), &rows, 0);
         let (together, _) = batch.run(&Metadata::FlashAttn(batch.flash_attn()));
         let width = config.num_heads * config.head_size;
-        for row in 0..rows.len() {
+        for (row, &lengths) in rows.iter().enumerate() {
             let tokens =
                 batch.query_start_loc[row] as usize..batch.query_start_loc[row + 1] as usize;
             let table = row * batch.width..(row + 1) * batch.width;
             let alone = Batch {
                 config,
                 causal: Causal::All(true),
-                rows: vec![rows[row]],
+                rows: vec![lengths],
                 num_tokens: tokens.len(),
                 query_start_loc: vec![0, tokens.len() as i32],
                 seq_lens: vec![batch.seq_lens[row]],

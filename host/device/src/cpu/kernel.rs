@@ -11,10 +11,13 @@
 
 mod dot;
 mod lanes;
+mod simd;
 #[cfg(test)]
 mod tests;
 
 use std::{ops::Range, sync::OnceLock};
+
+pub(super) use simd::Simd;
 
 use super::{
     AttentionConfig,
@@ -205,7 +208,7 @@ fn attend_portable<E: Element>(
 ) {
     // AArch64 always fuses; elsewhere the portable build may not.
     const FMA: bool = cfg!(target_arch = "aarch64");
-    attend_on::<E, FMA, 16>(task, packed, workspace, output, lse);
+    attend_on::<E, simd::Portable<FMA>, FMA, 16>(task, packed, workspace, output, lse);
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -217,7 +220,7 @@ fn attend_avx2<E: Element>(
     output: &mut [f32],
     lse: &mut [f64],
 ) {
-    attend_on::<E, true, 16>(task, packed, workspace, output, lse);
+    attend_on::<E, simd::Avx2, true, 16>(task, packed, workspace, output, lse);
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -229,12 +232,12 @@ fn attend_avx512<E: Element>(
     output: &mut [f32],
     lse: &mut [f64],
 ) {
-    attend_on::<E, true, 32>(task, packed, workspace, output, lse);
+    attend_on::<E, simd::Avx512, true, 32>(task, packed, workspace, output, lse);
 }
 
 /// `WIDE`: f32 that two registers hold.
 #[inline(always)]
-fn attend_on<E: Element, const FMA: bool, const WIDE: usize>(
+fn attend_on<E: Element, S: Simd, const FMA: bool, const WIDE: usize>(
     task: &Task<'_, E>,
     packed: Range<usize>,
     workspace: &mut Workspace,
@@ -249,11 +252,11 @@ fn attend_on<E: Element, const FMA: bool, const WIDE: usize>(
         let output = &mut output[done * size..(done + rows) * size];
         let lse = &mut lse[done..done + rows];
         match rows {
-            1 => dot::dot_form::<E, FMA, WIDE, 1>(task, first, workspace, output, lse),
-            2 => dot::dot_form::<E, FMA, WIDE, 2>(task, first, workspace, output, lse),
-            3 => dot::dot_form::<E, FMA, WIDE, 3>(task, first, workspace, output, lse),
-            DOT_ROWS => dot::dot_form::<E, FMA, WIDE, 4>(task, first, workspace, output, lse),
-            _ => lanes::lane_form::<E, FMA, WIDE>(task, first, rows, workspace, output, lse),
+            1 => dot::dot_form::<E, S, FMA, WIDE, 1>(task, first, workspace, output, lse),
+            2 => dot::dot_form::<E, S, FMA, WIDE, 2>(task, first, workspace, output, lse),
+            3 => dot::dot_form::<E, S, FMA, WIDE, 3>(task, first, workspace, output, lse),
+            DOT_ROWS => dot::dot_form::<E, S, FMA, WIDE, 4>(task, first, workspace, output, lse),
+            _ => lanes::lane_form::<E, S, FMA, WIDE>(task, first, rows, workspace, output, lse),
         }
         done += rows;
     }
@@ -385,7 +388,7 @@ struct Values<'a, E> {
 
 /// sums[r] = sums[r] · shrink[r] + Σ over keys of weight · value, for R rows. `weights` has strides (row, key).
 #[inline(always)]
-fn weigh<E: Element, const FMA: bool, const WIDE: usize, const R: usize>(
+fn weigh<E: Element, S: Simd, const FMA: bool, const WIDE: usize, const R: usize>(
     values: &Values<'_, E>,
     weights: &[f32],
     strides: (usize, usize),
@@ -393,22 +396,26 @@ fn weigh<E: Element, const FMA: bool, const WIDE: usize, const R: usize>(
     sums: &mut [f64],
 ) {
     let mut column = 0;
-    while column + WIDE <= values.size {
-        weigh_columns::<E, FMA, WIDE, R>(values, column, weights, strides, shrink, sums);
-        column += WIDE;
+    // As many accumulators as the instruction set has registers for.
+    if WIDE == 2 * LANES {
+        while column + 2 * LANES <= values.size {
+            weigh_columns::<E, S, 2, R>(values, column, weights, strides, shrink, sums);
+            column += 2 * LANES;
+        }
     }
     while column + LANES <= values.size {
-        weigh_columns::<E, FMA, LANES, R>(values, column, weights, strides, shrink, sums);
+        weigh_columns::<E, S, 1, R>(values, column, weights, strides, shrink, sums);
         column += LANES;
     }
     while column < values.size {
-        weigh_columns::<E, FMA, 1, R>(values, column, weights, strides, shrink, sums);
+        weigh_column::<E, FMA, R>(values, column, weights, strides, shrink, sums);
         column += 1;
     }
 }
 
+/// C · LANES columns from `column` on.
 #[inline(always)]
-fn weigh_columns<E: Element, const FMA: bool, const N: usize, const R: usize>(
+fn weigh_columns<E: Element, S: Simd, const C: usize, const R: usize>(
     values: &Values<'_, E>,
     column: usize,
     weights: &[f32],
@@ -416,24 +423,48 @@ fn weigh_columns<E: Element, const FMA: bool, const N: usize, const R: usize>(
     shrink: &[f64],
     sums: &mut [f64],
 ) {
-    let mut total = [[0.0f32; N]; R];
+    let mut total = [[S::zero(); C]; R];
     for key in values.block.clone() {
         let start = values.offsets[key] + values.shift + column;
-        let Some(chunk) = values.elements[start..].first_chunk::<N>() else {
-            continue;
-        };
-        let value = widen(chunk);
+        let chunks = values.elements[start..][..C * LANES].as_chunks::<LANES>().0;
+        let mut value = [S::zero(); C];
+        for part in 0..C {
+            value[part] = E::load::<S>(&chunks[part]);
+        }
         for row in 0..R {
-            let weight = weights[row * row_stride + key * key_stride];
-            for lane in 0..N {
-                total[row][lane] = fma::<FMA>(weight, value[lane], total[row][lane]);
+            let weight = S::splat(weights[row * row_stride + key * key_stride]);
+            for part in 0..C {
+                total[row][part] = S::fma(weight, value[part], total[row][part]);
             }
         }
     }
     for row in 0..R {
-        let sums = &mut sums[row * values.size + column..][..N];
-        for lane in 0..N {
-            sums[lane] = sums[lane] * shrink[row] + f64::from(total[row][lane]);
+        let sums = &mut sums[row * values.size + column..][..C * LANES];
+        for (part, sums) in sums.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+            let total = S::store(total[row][part]);
+            for lane in 0..LANES {
+                sums[lane] = sums[lane] * shrink[row] + f64::from(total[lane]);
+            }
         }
+    }
+}
+
+#[inline(always)]
+fn weigh_column<E: Element, const FMA: bool, const R: usize>(
+    values: &Values<'_, E>,
+    column: usize,
+    weights: &[f32],
+    (row_stride, key_stride): (usize, usize),
+    shrink: &[f64],
+    sums: &mut [f64],
+) {
+    for row in 0..R {
+        let mut total = 0.0;
+        for key in values.block.clone() {
+            let value = values.elements[values.offsets[key] + values.shift + column].widen();
+            total = fma::<FMA>(weights[row * row_stride + key * key_stride], value, total);
+        }
+        let sum = &mut sums[row * values.size + column];
+        *sum = *sum * shrink[row] + f64::from(total);
     }
 }

@@ -5,6 +5,8 @@
 
 use half::bf16;
 
+use super::kernel::Simd;
+
 /// A view of elements as f32.
 pub(super) type AsF32<E> = for<'a> fn(&'a [E]) -> &'a [f32];
 
@@ -14,6 +16,8 @@ pub(super) trait Element: Copy + Send + Sync + 'static {
     const AS_F32: Option<AsF32<Self>>;
     /// Exact.
     fn widen(self) -> f32;
+    /// Sixteen, widened.
+    fn load<S: Simd>(from: &[Self; 16]) -> S::Vector;
     /// To nearest, ties to even.
     fn narrow(x: f32) -> Self;
 }
@@ -24,6 +28,11 @@ impl Element for f32 {
     #[inline(always)]
     fn widen(self) -> f32 {
         self
+    }
+
+    #[inline(always)]
+    fn load<S: Simd>(from: &[f32; 16]) -> S::Vector {
+        S::load(from)
     }
 
     #[inline(always)]
@@ -38,6 +47,11 @@ impl Element for bf16 {
     #[inline(always)]
     fn widen(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+
+    #[inline(always)]
+    fn load<S: Simd>(from: &[bf16; 16]) -> S::Vector {
+        S::load_bf16(from)
     }
 
     #[inline(always)]

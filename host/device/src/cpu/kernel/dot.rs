@@ -1,14 +1,14 @@
 //! One to four query rows (a decode): dot products along the head.
 
 use super::{
-    BLOCK, LANES, Task, Values, Workspace, begin, blocks, finish, offsets, raise, transform, weigh,
-    widen,
+    BLOCK, LANES, Simd, Task, Values, Workspace, begin, blocks, finish, offsets, raise, simd,
+    transform, weigh,
 };
-use crate::cpu::math::{Element, exp, fma};
+use crate::cpu::math::{Element, exp};
 
 /// One to four query rows.
 #[inline(always)]
-pub(super) fn dot_form<E: Element, const FMA: bool, const WIDE: usize, const R: usize>(
+pub(super) fn dot_form<E: Element, S: Simd, const FMA: bool, const WIDE: usize, const R: usize>(
     task: &Task<'_, E>,
     first: usize,
     workspace: &mut Workspace,
@@ -42,7 +42,7 @@ pub(super) fn dot_form<E: Element, const FMA: bool, const WIDE: usize, const R: 
     for (base, block) in blocks(task.keys.start, visible) {
         let offsets = offsets(task, base, &block);
         for key in block.clone() {
-            let dots = dot::<E, FMA, R>(&query, &task.cache[offsets[key]..][..size]);
+            let dots = dot::<E, S, R>(&query, &task.cache[offsets[key]..][..size]);
             for row in 0..R {
                 scores[row * BLOCK + key] = dots[row];
             }
@@ -76,9 +76,10 @@ pub(super) fn dot_form<E: Element, const FMA: bool, const WIDE: usize, const R: 
                     lanes[lane] += scores[lane];
                 }
             }
-            rows.weight[row] = rows.weight[row] * rows.shrink[row] + f64::from(tree_sum(lanes));
+            rows.weight[row] =
+                rows.weight[row] * rows.shrink[row] + f64::from(simd::Portable::<FMA>::sum(lanes));
         }
-        weigh::<E, FMA, WIDE, R>(
+        weigh::<E, S, FMA, WIDE, R>(
             &Values {
                 elements: task.cache,
                 offsets: &offsets,
@@ -95,41 +96,30 @@ pub(super) fn dot_form<E: Element, const FMA: bool, const WIDE: usize, const R: 
     finish(size, rows, sums, output, lse);
 }
 
-/// q·k of R query rows and one key.
+/// q·k of R query rows (each padded with zeros to whole chunks) and one key.
 #[inline(always)]
-fn dot<E: Element, const FMA: bool, const R: usize>(
-    query: &[&[[f32; LANES]]; R],
-    key: &[E],
-) -> [f32; R] {
-    let mut lanes = [[0.0f32; LANES]; R];
+fn dot<E: Element, S: Simd, const R: usize>(query: &[&[[f32; LANES]]; R], key: &[E]) -> [f32; R] {
+    let mut lanes = [S::zero(); R];
     let (chunks, rest) = key.as_chunks::<LANES>();
     for (index, chunk) in chunks.iter().enumerate() {
-        let key = widen(chunk);
+        let key = E::load::<S>(chunk);
         for row in 0..R {
-            let query = &query[row][index];
-            for lane in 0..LANES {
-                lanes[row][lane] = fma::<FMA>(query[lane], key[lane], lanes[row][lane]);
-            }
+            lanes[row] = S::fma(S::load(&query[row][index]), key, lanes[row]);
         }
     }
-    for (lane, key) in rest.iter().enumerate() {
+    if !rest.is_empty() {
+        let mut last = [0.0; LANES];
+        for (last, key) in last.iter_mut().zip(rest) {
+            *last = key.widen();
+        }
+        let key = S::load(&last);
         for row in 0..R {
-            let query = query[row][chunks.len()][lane];
-            lanes[row][lane] = fma::<FMA>(query, key.widen(), lanes[row][lane]);
+            lanes[row] = S::fma(S::load(&query[row][chunks.len()]), key, lanes[row]);
         }
     }
-    lanes.map(tree_sum)
-}
-
-/// Sum of an array by halves.
-#[inline(always)]
-fn tree_sum(mut lanes: [f32; LANES]) -> f32 {
-    let mut width = LANES / 2;
-    while width > 0 {
-        for lane in 0..width {
-            lanes[lane] += lanes[lane + width];
-        }
-        width /= 2;
+    let mut dots = [0.0; R];
+    for row in 0..R {
+        dots[row] = S::sum(lanes[row]);
     }
-    lanes[0]
+    dots
 }

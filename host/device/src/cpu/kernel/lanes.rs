@@ -3,14 +3,14 @@
 use std::ops::Range;
 
 use super::{
-    BLOCK, LANES, Rows, Task, Values, Workspace, begin, blocks, finish, offsets, raise, transform,
-    weigh,
+    BLOCK, LANES, Rows, Simd, Task, Values, Workspace, begin, blocks, finish, offsets, raise,
+    transform, weigh,
 };
 use crate::cpu::math::{Element, exp, fma};
 
 /// Five to `MAX_ROWS` query rows.
 #[inline(always)]
-pub(super) fn lane_form<E: Element, const FMA: bool, const WIDE: usize>(
+pub(super) fn lane_form<E: Element, S: Simd, const FMA: bool, const WIDE: usize>(
     task: &Task<'_, E>,
     first: usize,
     count: usize,
@@ -84,7 +84,7 @@ pub(super) fn lane_form<E: Element, const FMA: bool, const WIDE: usize>(
             block,
         };
         for row in (0..padded).step_by(4) {
-            weigh::<f32, FMA, WIDE, 4>(
+            weigh::<f32, S, FMA, WIDE, 4>(
                 &values,
                 &scores[row..],
                 (1, padded),
@@ -148,31 +148,56 @@ fn score<const FMA: bool, const N: usize>(
     }
 }
 
+/// Products that are summed before they join the total: a long sum in one register would round twice as much at heads of
+/// 256.
+const PART: usize = 16;
+
 #[inline(always)]
 fn dots<const FMA: bool, const N: usize, const K: usize>(
     query: &[[f32; N]],
     keys: [&[f32]; K],
 ) -> [[f32; N]; K] {
-    // Sums of 32 products, then their sum: half the rounding of one long sum, at heads of 256.
     let mut total = [[0.0f32; N]; K];
-    for (part, query) in query.chunks(32).enumerate() {
-        let keys = keys.map(|key| &key[part * 32..][..query.len()]);
-        let mut sum = [[0.0f32; N]; K];
-        for (index, query) in query.iter().enumerate() {
-            for key in 0..K {
-                let x = keys[key][index];
-                for lane in 0..N {
-                    sum[key][lane] = fma::<FMA>(x, query[lane], sum[key][lane]);
-                }
-            }
-        }
+    let (parts, rest) = query.as_chunks::<PART>();
+    for (part, query) in parts.iter().enumerate() {
+        let keys: [&[f32; PART]; K] = core::array::from_fn(|key| part_of(keys[key], part * PART));
+        add_dots::<FMA, N, K, PART>(query, keys, &mut total);
+    }
+    for (index, query) in rest.iter().enumerate() {
+        let keys: [&[f32; 1]; K] =
+            core::array::from_fn(|key| part_of(keys[key], parts.len() * PART + index));
+        add_dots::<FMA, N, K, 1>(core::array::from_ref(query), keys, &mut total);
+    }
+    total
+}
+
+#[inline(always)]
+fn part_of<const P: usize>(key: &[f32], start: usize) -> &[f32; P] {
+    key[start..]
+        .first_chunk()
+        .expect("keys are as long as queries")
+}
+
+#[inline(always)]
+fn add_dots<const FMA: bool, const N: usize, const K: usize, const P: usize>(
+    query: &[[f32; N]; P],
+    keys: [&[f32; P]; K],
+    total: &mut [[f32; N]; K],
+) {
+    let mut sum = [[0.0f32; N]; K];
+    for index in 0..P {
         for key in 0..K {
+            let x = keys[key][index];
             for lane in 0..N {
-                total[key][lane] += sum[key][lane];
+                sum[key][lane] = fma::<FMA>(x, query[index][lane], sum[key][lane]);
             }
         }
     }
-    total
+    for key in 0..K {
+        for lane in 0..N {
+            total[key][lane] += sum[key][lane];
+        }
+    }
 }
 
 /// Scores to weights for LANES rows from `row` on.
