@@ -18,7 +18,7 @@ pub use mamba::*;
 pub use mla::*;
 pub use pages::*;
 
-use crate::{CommonAttentionMetadata, RowRange};
+use crate::{BuilderConfig, CommonAttentionMetadata, RowRange};
 
 /// PAD_SLOT_ID of the field, in s32: "no chunk", "no state".
 pub const PAD: i32 = -1;
@@ -129,6 +129,41 @@ impl Default for DecodeRule {
             treat_short_extends_as_decodes: true,
         }
     }
+}
+
+/// Query length of a decode that verifies all its drafts: 1 + speculative tokens; the first-generation runner adds them once
+/// more where drafts are made in parallel. (vLLM 0.33 `max_decode_query_len`.)
+#[must_use]
+pub fn max_decode_query_len(config: &BuilderConfig) -> u32 {
+    let drafts = config.scheduler.num_speculative_tokens;
+    let parallel = config.scheduler.parallel_drafting && !config.model_runner_v2;
+    1 + drafts + if parallel { drafts } else { 0 }
+}
+
+/// A builder's reorder threshold: at least `base`; the verified decode if drafts count as decodes; 1 under decode context
+/// parallelism unless the builder takes queries of several tokens there. (vLLM 0.33 `_init_reorder_batch_threshold`.)
+#[must_use]
+pub fn reorder_batch_threshold(
+    config: &BuilderConfig,
+    base: u32,
+    supports_spec_as_decode: bool,
+    supports_dcp_with_varlen: bool,
+) -> u32 {
+    if config.parallel.dcp_world_size > 1 && !supports_dcp_with_varlen {
+        1
+    } else if supports_spec_as_decode {
+        base.max(max_decode_query_len(config))
+    } else {
+        base
+    }
+}
+
+/// The threshold by which the first-generation runner orders its batch: the smallest of the groups that care.
+#[must_use]
+pub fn effective_reorder_threshold(
+    thresholds: impl IntoIterator<Item = Option<u32>>,
+) -> Option<u32> {
+    thresholds.into_iter().flatten().min()
 }
 
 /// Decodes first, then prefills.

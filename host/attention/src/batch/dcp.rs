@@ -1,4 +1,5 @@
-//! Decode context parallelism: which queries attend to context that other ranks hold.
+//! Decode context parallelism: which queries attend to context that other ranks hold. It must never know this
+//! rank's own lengths: what it decides, all ranks decide alike.
 
 use timetable_types::batch::{BatchRows, split_decodes_prefills_and_extends};
 

@@ -1,4 +1,5 @@
-//! Extra arguments of a model state: fields that some builders take beside the common ones.
+//! Extra arguments of a model state: fields that some builders take beside the common ones. It must never
+//! know a model.
 
 use thiserror::Error;
 use timetable_types::batch::{NUM_ACCEPTED_TOKENS, NUM_DECODE_DRAFT_TOKENS_CPU};

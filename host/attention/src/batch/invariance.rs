@@ -1,4 +1,5 @@
-//! Batch invariance: a request's numbers must not depend on what else is in the batch.
+//! Batch invariance: a request's numbers must not depend on what else is in the batch. It must never know how a
+//! backend keeps that.
 
 use core::fmt;
 

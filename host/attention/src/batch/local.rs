@@ -1,4 +1,5 @@
 //! Chunked local attention as plain attention: every chunk that a query touches becomes a row of its own.
+//! It must never know a backend: any that attends to a window of whole blocks can run the result.
 
 use thiserror::Error;
 use timetable_types::Causal;

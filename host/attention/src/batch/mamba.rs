@@ -1,4 +1,4 @@
-//! Which columns of a Mamba group's table hold a request's states.
+//! Which columns of a Mamba group's table hold a request's states. It must never know what a state is.
 
 use thiserror::Error;
 use timetable_types::MambaCacheMode;

@@ -1,4 +1,5 @@
 //! Bidirectional spans of multimodal documents (PrefixLM): per token for one kernel, per request for another.
+//! It must never know what a document shows.
 
 use timetable_types::MmDocRange;
 

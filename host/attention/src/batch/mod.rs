@@ -21,7 +21,9 @@ mod ubatch;
 
 pub use dcp::{ContextQuerySplit, should_skip_dcp_context_attention, split_dcp_context_queries};
 pub use extras::{ExtrasError, check_extras, padded_is_prefilling, speculation_extras};
-pub use fast_prefill::make_kv_sharing_fast_prefill_step;
+pub use fast_prefill::{
+    SharingLayer, arm_fast_prefill, fast_prefill_layers, make_kv_sharing_fast_prefill_step,
+};
 pub use invariance::{InvarianceFinding, check_batch_invariance};
 pub use local::{
     LocalAttentionError, LocalBlockColumns, make_local_attention_virtual_batches, max_virtual_rows,

@@ -1,4 +1,5 @@
-//! Padding: a batch made as large as a captured graph, and the dummy batch that a graph is captured with.
+//! Padding: a batch made as large as a captured graph, and the dummy batch that a graph is captured with. It must
+//! never know which graph.
 
 use thiserror::Error;
 use timetable_types::CaptureShape;

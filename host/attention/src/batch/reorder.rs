@@ -1,5 +1,5 @@
 //! Decodes first. The first-generation runner reorders its persistent batch with as few swaps as that takes; the second sorts
-//! the step's requests.
+//! the step's requests. It must never know what the rows carry.
 
 /// One row of the persistent batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,4 +1,5 @@
 //! Which attention groups of a step build their metadata, and which take another group's and swap the block table.
+//! It must never know what metadata looks like.
 
 use timetable_types::{KvCacheSpec, KvCacheSpecKind};
 

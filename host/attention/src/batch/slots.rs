@@ -1,4 +1,5 @@
-//! Slots: where in a group's KV cache each token's key and value go.
+//! Slots: where in a group's KV cache each token's key and value go. It must never know a builder: slots are
+//! the host's.
 
 use crate::step::PAD_SLOT_ID;
 

@@ -1,4 +1,5 @@
 //! One KV cache group's step, owned: the field's CommonAttentionMetadata is the host record plus the tensors.
+//! It must never know what a backend makes of it.
 
 use timetable_types::{Causal, CommonAttentionMetadata};
 

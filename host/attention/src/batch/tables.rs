@@ -1,5 +1,5 @@
 //! Block tables as a runner keeps them: one persistent table per KV cache group, indexed by request slot, gathered into batch
-//! order each step.
+//! order each step. It must never know who allocates blocks.
 
 use thiserror::Error;
 

@@ -1,4 +1,5 @@
-//! Micro-batches (dual batch overlap): a step cut by tokens, each part with metadata of its own.
+//! Micro-batches (dual batch overlap): a step cut by tokens, each part with metadata of its own. It must
+//! never know how the parts overlap on the device.
 
 use core::ops::Range;
 

@@ -1,4 +1,4 @@
-//! From the configured mode to the one that survives, as data: each change with its reason.
+//! From the configured mode to the one that survives, as data: each change with its reason. It must never know who prints it.
 
 use core::fmt;
 

@@ -1,4 +1,4 @@
-//! Properties of the five modes, and the weakest support over attention groups.
+//! Properties of the five modes, and the weakest support over attention groups. It must never know a configuration.
 
 use timetable_types::{CudagraphMode, CudagraphSupport};
 

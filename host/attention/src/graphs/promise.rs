@@ -1,4 +1,4 @@
-//! Launch promises: the numbers that a captured graph has frozen in.
+//! Launch promises: the numbers that a captured graph has frozen in. It must never know what a builder does to keep one.
 
 use thiserror::Error;
 use timetable_types::LaunchPromise;

@@ -1,4 +1,4 @@
-//! Which configured mode survives what the backends support.
+//! Which configured mode survives what the backends support. It must never know how graphs are captured.
 
 use core::fmt;
 

@@ -1,4 +1,4 @@
-//! Which token counts are captured.
+//! Which token counts are captured. It must never know a mode.
 
 use thiserror::Error;
 

@@ -1,4 +1,4 @@
-//! Dispatch in the first-generation runner: exact keys.
+//! Dispatch in the first-generation runner: exact keys. It must never know a captured graph, only what it is found by.
 
 use std::collections::BTreeSet;
 

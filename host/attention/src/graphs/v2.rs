@@ -1,4 +1,5 @@
-//! Dispatch in the second-generation runner: the first captured graph that is compatible.
+//! Dispatch in the second-generation runner: the first captured graph that is compatible. It must never know a
+//! captured graph, only what it is found by.
 
 use timetable_types::CudagraphMode;
 

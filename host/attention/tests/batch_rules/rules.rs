@@ -2,7 +2,8 @@
 //! explanation, the second-generation runner's order and parts.
 
 use timetable_attention::batch::{
-    self, GroupAction, GroupReuse, InvarianceFinding, RunnerGeneration, UbatchConfig, UbatchSlice,
+    self, GroupAction, GroupReuse, InvarianceFinding, RunnerGeneration, SharingLayer, UbatchConfig,
+    UbatchSlice,
 };
 use timetable_attention::graphs::{
     self, BatchQuery, CaptureSizeConfig, CaptureSizeError, ConfigFacts, CudagraphManager,
@@ -582,4 +583,121 @@ fn decode_graphs_take_prefills_of_one_token_with_context() {
         graphs::agree_across_ranks([RuntimeMode::Full, RuntimeMode::None]),
         RuntimeMode::None
     );
+}
+
+#[test]
+fn fast_prefill_is_for_the_trailing_layers_that_share_a_cache() {
+    let layer = |name, shares_kv_cache, is_draft| SharingLayer {
+        name,
+        shares_kv_cache,
+        is_draft,
+    };
+    let layers = [
+        layer("0", false, false),
+        layer("1", true, false),
+        layer("2", false, false),
+        layer("3", true, false),
+        layer("draft", false, true),
+        layer("4", true, false),
+    ];
+    assert_eq!(batch::fast_prefill_layers(&layers), ["3", "4"]);
+    assert_eq!(batch::fast_prefill_layers(&layers[..3]), Vec::<&str>::new());
+}
+
+#[test]
+fn fast_prefill_is_armed_with_padded_logits_indices() {
+    let arm = |any_prefill, full_or_cut| {
+        batch::arm_fast_prefill(
+            &[14, 18, 19, 27],
+            &[0, 15, 20, 28],
+            &[1, 2, 8],
+            any_prefill,
+            full_or_cut,
+        )
+    };
+    let (padded, armed) = arm(true, false).expect("armed");
+    assert_eq!(padded, [14, 18, 19, 27, 27, 27, 27, 27]);
+    assert_eq!(
+        (
+            armed.num_logits_indices,
+            armed.max_logits_per_req,
+            armed.num_logits_indices_padded
+        ),
+        (4, 2, 8)
+    );
+    assert_eq!(arm(false, false), None);
+    assert_eq!(arm(true, true), None);
+    let (unpadded, _) =
+        batch::arm_fast_prefill(&[0, 1, 2], &[0, 3], &[1, 2], true, false).expect("armed");
+    assert_eq!(unpadded, [0, 1, 2]);
+}
+
+#[test]
+fn thresholds_follow_speculation_and_context_parallelism() {
+    let config = |json: serde_json::Value| -> timetable_attention::types::BuilderConfig {
+        let mut base = serde_json::json!({
+            "kv_cache_spec": {
+                "kind": "FULL_ATTENTION", "block_size": 16, "num_kv_heads": 1, "head_size": 64, "head_size_v": 64,
+                "dtype": "float16", "sliding_window": null, "attention_chunk_size": null, "dcp_sharded": true,
+                "mamba": null,
+            },
+            "layer_names": [],
+            "attention": {
+                "num_heads": 1, "scale": 1.0, "logits_soft_cap": null, "sliding_windows": [], "model_dtype": "float16",
+                "kv_cache_dtype": "auto", "kv_cache_layout": "LBNHC", "has_sinks": false, "use_rswa": false,
+                "rswa_window": 0, "kv_lora_rank": 0, "qk_rope_head_dim": 0,
+            },
+            "scheduler": {
+                "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64, "max_num_blocks_per_req": 4,
+                "num_speculative_tokens": 0, "parallel_drafting": false,
+            },
+            "cudagraph": {"mode": "NONE", "capture_sizes": [], "max_capture_size": 0},
+            "parallel": {
+                "dcp_world_size": 1, "dcp_rank": 0, "cp_kv_cache_interleave_size": 1, "prefill_context_parallel": false,
+            },
+            "device": {
+                "compute_capability": [9, 0], "num_workers": 1, "ctas_per_worker": 1, "flash_attn_version": 3,
+                "trtllm_attention": false, "xqa": false,
+            },
+            "batch_invariant": false,
+            "max_num_splits": 1,
+            "model_runner_v2": true,
+            "options": [],
+        });
+        for (path, value) in json.as_object().expect("changes") {
+            *base
+                .pointer_mut(path)
+                .expect("a field of the configuration") = value.clone();
+        }
+        serde_json::from_value(base).expect("a configuration")
+    };
+    use timetable_attention::types::batch::{
+        effective_reorder_threshold, max_decode_query_len, reorder_batch_threshold,
+    };
+    let plain = config(serde_json::json!({}));
+    assert_eq!(
+        (
+            max_decode_query_len(&plain),
+            reorder_batch_threshold(&plain, 128, true, false)
+        ),
+        (1, 128)
+    );
+    let drafts = config(serde_json::json!({"/scheduler/num_speculative_tokens": 3}));
+    assert_eq!(max_decode_query_len(&drafts), 4);
+    assert_eq!(reorder_batch_threshold(&drafts, 1, true, false), 4);
+    assert_eq!(reorder_batch_threshold(&drafts, 1, false, false), 1);
+    let parallel = config(serde_json::json!({
+        "/scheduler/num_speculative_tokens": 3, "/scheduler/parallel_drafting": true, "/model_runner_v2": false,
+    }));
+    assert_eq!(max_decode_query_len(&parallel), 7);
+    let dcp = config(
+        serde_json::json!({"/scheduler/num_speculative_tokens": 3, "/parallel/dcp_world_size": 2}),
+    );
+    assert_eq!(reorder_batch_threshold(&dcp, 512, true, false), 1);
+    assert_eq!(reorder_batch_threshold(&dcp, 512, true, true), 512);
+    assert_eq!(
+        effective_reorder_threshold([None, Some(4), Some(1), None]),
+        Some(1)
+    );
+    assert_eq!(effective_reorder_threshold([None, None]), None);
 }

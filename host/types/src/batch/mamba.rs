@@ -1,4 +1,4 @@
-//! Chunks of the Mamba family: causal convolution blocks and chunks of the chunked scan.
+//! Chunks of the Mamba family: causal convolution blocks and chunks of the chunked scan. It must never know a kernel.
 
 use alloc::vec::Vec;
 

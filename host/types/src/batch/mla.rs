@@ -1,4 +1,5 @@
-//! The chunk planner of MLA prefills: contexts are decompressed through a workspace, a chunk at a time.
+//! The chunk planner of MLA prefills: contexts are decompressed through a workspace, a chunk at a time. It
+//! must never know what a workspace row holds.
 
 use alloc::vec::Vec;
 

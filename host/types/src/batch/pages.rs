@@ -1,4 +1,4 @@
-//! Pages and context-parallel shares of sequence lengths.
+//! Pages and context-parallel shares of sequence lengths. It must never know a block table.
 
 use alloc::vec::Vec;
 
