@@ -1,0 +1,551 @@
+//! What a decoder looks like: sizes, heads, position encoding. Read from GGUF metadata or a Hugging Face `config.json`.
+//!
+//! Knows no weights. Every number is range-checked here, so that later arithmetic on sizes cannot overflow.
+
+use super::error::ModelError;
+use super::gguf::GgufFile;
+use serde::Deserialize;
+use serde_json::Value;
+use std::path::Path;
+
+/// The families that the decoder in `llama.rs` computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Architecture {
+    /// Llama, SmolLM, and Mistral in GGUF files.
+    Llama,
+    /// Llama with a sliding window.
+    Mistral,
+    /// Llama with biases on the query, key and value projections.
+    Qwen2,
+    /// Llama with a norm over each query and key head.
+    Qwen3,
+}
+
+impl Architecture {
+    /// The names accepted in model files, for messages.
+    pub const NAMES: &'static str = "llama, mistral, qwen2, qwen3";
+
+    fn parse(name: &str, path: &Path) -> Result<Self, ModelError> {
+        match name {
+            "llama" | "smollm" => Ok(Self::Llama),
+            "mistral" => Ok(Self::Mistral),
+            "qwen2" => Ok(Self::Qwen2),
+            "qwen3" => Ok(Self::Qwen3),
+            other => Err(ModelError::UnknownArchitecture {
+                path: path.to_owned(),
+                found: other.to_owned(),
+            }),
+        }
+    }
+}
+
+/// Which dimensions of a head are rotated together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RopeStyle {
+    /// Pairs (i, i + d/2): transformers' layout, and every Qwen.
+    HalfRotation,
+    /// Pairs (2i, 2i + 1): GGUF files of the llama architecture, whose query and key rows are permuted to match.
+    Interleaved,
+}
+
+/// How frequencies are stretched beyond the trained context.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all.
+    None,
+    /// Every frequency divided by `factor`.
+    Linear {
+        /// The divisor.
+        factor: f32,
+    },
+    /// Llama 3.1's rule: long wavelengths divided by `factor`, short ones kept, blended between.
+    Llama3 {
+        /// The divisor of long wavelengths.
+        factor: f32,
+        /// Wavelengths above `original_context / low_freq_factor` are divided.
+        low_freq_factor: f32,
+        /// Wavelengths below `original_context / high_freq_factor` are kept.
+        high_freq_factor: f32,
+        /// Context length of the original training, in tokens.
+        original_context: usize,
+    },
+}
+
+/// Rotary position encoding.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RopeConfig {
+    /// The base of the frequencies.
+    pub theta: f32,
+    /// Leading dimensions of each head that are rotated; even, at most the head size.
+    pub dim: usize,
+    /// Pairing of dimensions.
+    pub style: RopeStyle,
+    /// Context extension.
+    pub scaling: RopeScaling,
+}
+
+/// A decoder's hyperparameters, in transformers' names.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelConfig {
+    /// The family.
+    pub architecture: Architecture,
+    /// Rows of the embedding table.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the feed-forward layer.
+    pub intermediate_size: usize,
+    /// Number of decoder layers.
+    pub num_hidden_layers: usize,
+    /// Query heads.
+    pub num_attention_heads: usize,
+    /// Key and value heads; divides the query heads.
+    pub num_key_value_heads: usize,
+    /// Width of one head.
+    pub head_dim: usize,
+    /// Longest context that the model was made for, in tokens.
+    pub max_position_embeddings: usize,
+    /// Added to the mean square in every RMS norm.
+    pub rms_norm_eps: f32,
+    /// Position encoding.
+    pub rope: RopeConfig,
+    /// Whether the output head is the embedding table.
+    pub tie_word_embeddings: bool,
+    /// Whether the projections carry biases (query, key and value; for Llama the output too).
+    pub attention_bias: bool,
+    /// Keys that a query sees, itself included, in the layers that have a window.
+    pub sliding_window: Option<usize>,
+    /// First layer that has the window; earlier ones see everything.
+    pub first_window_layer: usize,
+    /// Tokens that end a generation.
+    pub eos_token_ids: Vec<u32>,
+    /// The token that begins a text, where the model has one.
+    pub bos_token_id: Option<u32>,
+}
+
+/// Bounds that no real model reaches and no product of which overflows.
+const MAX_WIDTH: u64 = 1 << 20;
+const MAX_LAYERS: u64 = 4096;
+const MAX_CONTEXT: u64 = 1 << 24;
+
+impl ModelConfig {
+    /// The scale of attention scores, `1 / √head_dim`.
+    pub fn attention_scale(&self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
+
+    /// The sliding window of one layer, in keys.
+    pub fn layer_sliding_window(&self, layer: usize) -> Option<usize> {
+        self.sliding_window
+            .filter(|_| layer >= self.first_window_layer)
+    }
+
+    /// Width of a token's queries: heads × head size.
+    pub fn q_size(&self) -> usize {
+        self.num_attention_heads * self.head_dim
+    }
+
+    /// Width of a token's keys or values: KV heads × head size.
+    pub fn kv_size(&self) -> usize {
+        self.num_key_value_heads * self.head_dim
+    }
+
+    /// Reads GGUF metadata.
+    ///
+    /// # Errors
+    /// A missing or out-of-range key, an unknown architecture, or a feature that is not run (experts, YaRN).
+    pub(crate) fn from_gguf(file: &GgufFile) -> Result<Self, ModelError> {
+        let path = file.path();
+        let name = file.text("general.architecture").ok_or_else(|| {
+            ModelError::corrupt(path, "metadata 'general.architecture' is missing")
+        })?;
+        let architecture = Architecture::parse(&name, path)?;
+        let key = |suffix: &str| format!("{name}.{suffix}");
+        let optional = |suffix: &str, max: u64| -> Result<Option<usize>, ModelError> {
+            file.uint(&key(suffix))
+                .map(|v| in_range(path, &key(suffix), v, max))
+                .transpose()
+        };
+        let required = |suffix: &str, max: u64| -> Result<usize, ModelError> {
+            optional(suffix, max)?.ok_or_else(|| {
+                ModelError::corrupt(
+                    path,
+                    format!("metadata '{}' is missing or not an integer", key(suffix)),
+                )
+            })
+        };
+
+        if let Some(experts) = file.uint(&key("expert_count")).filter(|n| *n > 0) {
+            return Err(unsupported(
+                path,
+                format!("a mixture of {experts} experts"),
+                "use a dense model",
+            ));
+        }
+        let hidden_size = required("embedding_length", MAX_WIDTH)?;
+        let heads = required("attention.head_count", MAX_WIDTH)?;
+        let head_dim = match optional("attention.key_length", MAX_WIDTH)? {
+            Some(dim) => dim,
+            None => divided_head_dim(path, hidden_size, heads)?,
+        };
+        let eps = file
+            .float(&key("attention.layer_norm_rms_epsilon"))
+            .ok_or_else(|| {
+                let what = format!(
+                    "metadata '{}' is missing",
+                    key("attention.layer_norm_rms_epsilon")
+                );
+                ModelError::corrupt(path, what)
+            })?;
+        let scaling = match file.text(&key("rope.scaling.type")).as_deref() {
+            None | Some("none") => RopeScaling::None,
+            Some("linear") => RopeScaling::Linear {
+                factor: file.float(&key("rope.scaling.factor")).unwrap_or(1.0) as f32,
+            },
+            Some(other) => {
+                return Err(unsupported(
+                    path,
+                    format!("RoPE scaling '{other}'"),
+                    "use a model without it, or with linear scaling",
+                ));
+            }
+        };
+        let embedding = super::weights::Naming::Gguf.embedding();
+        let vocab_size = super::weights::Checkpoint::tensor(file, embedding)
+            .filter(|t| t.shape.len() == 2)
+            .map(|t| t.shape[0])
+            .ok_or_else(|| ModelError::MissingTensor {
+                path: path.to_owned(),
+                name: embedding.to_owned(),
+            })?;
+        let token = |key: &str| file.uint(key).and_then(|v| u32::try_from(v).ok());
+        let mut eos_token_ids: Vec<u32> = ["eos_token_id", "eot_token_id", "eom_token_id"]
+            .iter()
+            .filter_map(|k| token(&format!("tokenizer.ggml.{k}")))
+            .collect();
+        eos_token_ids.dedup();
+        let config = Self {
+            architecture,
+            vocab_size: in_range(path, "vocabulary size", vocab_size as u64, MAX_CONTEXT)?,
+            hidden_size,
+            intermediate_size: required("feed_forward_length", MAX_WIDTH)?,
+            num_hidden_layers: required("block_count", MAX_LAYERS)?,
+            num_attention_heads: heads,
+            num_key_value_heads: optional("attention.head_count_kv", MAX_WIDTH)?.unwrap_or(heads),
+            head_dim,
+            max_position_embeddings: required("context_length", MAX_CONTEXT)?,
+            rms_norm_eps: eps as f32,
+            rope: RopeConfig {
+                theta: file.float(&key("rope.freq_base")).unwrap_or(10_000.0) as f32,
+                dim: optional("rope.dimension_count", MAX_WIDTH)?.unwrap_or(head_dim),
+                style: match architecture {
+                    Architecture::Llama | Architecture::Mistral => RopeStyle::Interleaved,
+                    Architecture::Qwen2 | Architecture::Qwen3 => RopeStyle::HalfRotation,
+                },
+                scaling,
+            },
+            tie_word_embeddings: super::weights::Checkpoint::tensor(
+                file,
+                super::weights::Naming::Gguf.head(),
+            )
+            .is_none(),
+            attention_bias: architecture == Architecture::Qwen2
+                || super::weights::Checkpoint::tensor(file, "blk.0.attn_q.bias").is_some(),
+            sliding_window: optional("attention.sliding_window", MAX_CONTEXT)?,
+            first_window_layer: 0,
+            eos_token_ids,
+            bos_token_id: token("tokenizer.ggml.bos_token_id"),
+        };
+        config.validated(path)
+    }
+
+    /// Reads `config.json`, and the end tokens of `generation_config.json`, from a model directory.
+    ///
+    /// # Errors
+    /// As for GGUF.
+    pub(crate) fn from_hf_dir(dir: &Path) -> Result<Self, ModelError> {
+        let path = dir.join("config.json");
+        let text = std::fs::read(&path).map_err(|e| ModelError::io(&path, e))?;
+        let mut config = Self::from_hf_json(&text, &path)?;
+        let generation = dir.join("generation_config.json");
+        if let Ok(text) = std::fs::read(&generation) {
+            let json: Value = serde_json::from_slice(&text)
+                .map_err(|e| ModelError::corrupt(&generation, format!("it is not JSON: {e}")))?;
+            for id in token_list(json.get("eos_token_id")) {
+                if !config.eos_token_ids.contains(&id) {
+                    config.eos_token_ids.push(id);
+                }
+            }
+        }
+        Ok(config)
+    }
+
+    /// Parses the text of a `config.json`; `path` is for messages.
+    fn from_hf_json(text: &[u8], path: &Path) -> Result<Self, ModelError> {
+        let corrupt = |what: String| ModelError::corrupt(path, what);
+        let json: HfConfig = serde_json::from_slice(text)
+            .map_err(|e| corrupt(format!("it is not a decoder's config.json: {e}")))?;
+        let architecture = Architecture::parse(&json.model_type, path)?;
+        if json
+            .hidden_act
+            .as_deref()
+            .is_some_and(|act| act != "silu" && act != "swish")
+        {
+            let what = format!("hidden_act '{}'", json.hidden_act.unwrap_or_default());
+            return Err(unsupported(path, what, "use a model with silu"));
+        }
+        if json.mlp_bias.unwrap_or(false) {
+            return Err(unsupported(
+                path,
+                "mlp_bias true".to_owned(),
+                "use a model without feed-forward biases",
+            ));
+        }
+        let field = |name: &str, value: u64, max: u64| in_range(path, name, value, max);
+        let hidden_size = field("hidden_size", json.hidden_size, MAX_WIDTH)?;
+        let heads = field("num_attention_heads", json.num_attention_heads, MAX_WIDTH)?;
+        let head_dim = match json.head_dim {
+            Some(dim) => field("head_dim", dim, MAX_WIDTH)?,
+            None => divided_head_dim(path, hidden_size, heads)?,
+        };
+        let (theta, scaling) = json.rope(path)?;
+        let partial = json.partial_rotary_factor.unwrap_or(1.0);
+        if !(partial > 0.0 && partial <= 1.0) {
+            return Err(corrupt(format!(
+                "partial_rotary_factor is {partial}, not within (0, 1]"
+            )));
+        }
+        let windowed = match architecture {
+            Architecture::Mistral => true,
+            Architecture::Qwen2 | Architecture::Qwen3 => json.use_sliding_window.unwrap_or(false),
+            Architecture::Llama => false,
+        };
+        let sliding_window = json
+            .sliding_window
+            .filter(|_| windowed)
+            .map(|w| field("sliding_window", w, MAX_CONTEXT))
+            .transpose()?;
+        let config = Self {
+            architecture,
+            vocab_size: field("vocab_size", json.vocab_size, MAX_CONTEXT)?,
+            hidden_size,
+            intermediate_size: field("intermediate_size", json.intermediate_size, MAX_WIDTH)?,
+            num_hidden_layers: field("num_hidden_layers", json.num_hidden_layers, MAX_LAYERS)?,
+            num_attention_heads: heads,
+            num_key_value_heads: match json.num_key_value_heads {
+                Some(n) => field("num_key_value_heads", n, MAX_WIDTH)?,
+                None => heads,
+            },
+            head_dim,
+            max_position_embeddings: field(
+                "max_position_embeddings",
+                json.max_position_embeddings,
+                MAX_CONTEXT,
+            )?,
+            rms_norm_eps: json.rms_norm_eps,
+            rope: RopeConfig {
+                theta,
+                dim: (head_dim as f64 * partial) as usize,
+                style: RopeStyle::HalfRotation,
+                scaling,
+            },
+            tie_word_embeddings: json.tie_word_embeddings.unwrap_or(false),
+            attention_bias: architecture == Architecture::Qwen2
+                || json.attention_bias.unwrap_or(false),
+            sliding_window,
+            first_window_layer: match architecture {
+                Architecture::Qwen2 | Architecture::Qwen3 => {
+                    json.max_window_layers.unwrap_or(0) as usize
+                }
+                _ => 0,
+            },
+            eos_token_ids: token_list(json.eos_token_id.as_ref()),
+            bos_token_id: token_list(json.bos_token_id.as_ref()).first().copied(),
+        };
+        config.validated(path)
+    }
+
+    /// Relations between fields, which hold for every source.
+    fn validated(self, path: &Path) -> Result<Self, ModelError> {
+        let wrong = |what: String| Err(ModelError::corrupt(path, what));
+        if !self
+            .num_attention_heads
+            .is_multiple_of(self.num_key_value_heads)
+        {
+            return wrong(format!(
+                "{} query heads are not a multiple of {} key-value heads",
+                self.num_attention_heads, self.num_key_value_heads
+            ));
+        }
+        if self.q_size() as u64 > MAX_WIDTH {
+            return wrong(format!(
+                "{} heads of size {} are too wide",
+                self.num_attention_heads, self.head_dim
+            ));
+        }
+        let rope = &self.rope;
+        if rope.dim == 0 || rope.dim > self.head_dim || !rope.dim.is_multiple_of(2) {
+            return wrong(format!(
+                "{} rotated dimensions of a head of {}: must be even and at most the head size",
+                rope.dim, self.head_dim
+            ));
+        }
+        if !(rope.theta.is_finite() && rope.theta > 0.0) {
+            return wrong(format!(
+                "the RoPE base is {}, not a positive number",
+                rope.theta
+            ));
+        }
+        if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps > 0.0) {
+            return wrong(format!(
+                "the norm's epsilon is {}, not a positive number",
+                self.rms_norm_eps
+            ));
+        }
+        let ok = match rope.scaling {
+            RopeScaling::None => true,
+            RopeScaling::Linear { factor } => factor.is_finite() && factor > 0.0,
+            RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_context,
+            } => {
+                factor.is_finite()
+                    && factor > 0.0
+                    && low_freq_factor > 0.0
+                    && high_freq_factor > low_freq_factor
+                    && original_context > 0
+            }
+        };
+        if !ok {
+            return wrong(format!(
+                "the RoPE scaling {:?} is out of range",
+                rope.scaling
+            ));
+        }
+        Ok(self)
+    }
+}
+
+fn in_range(path: &Path, name: &str, value: u64, max: u64) -> Result<usize, ModelError> {
+    if value == 0 || value > max {
+        return Err(ModelError::corrupt(
+            path,
+            format!("{name} is {value}, not within 1 to {max}"),
+        ));
+    }
+    Ok(value as usize)
+}
+
+fn divided_head_dim(path: &Path, hidden: usize, heads: usize) -> Result<usize, ModelError> {
+    if !hidden.is_multiple_of(heads) {
+        let what = format!(
+            "a hidden size of {hidden} is not divisible by {heads} heads, and no head size is given"
+        );
+        return Err(ModelError::corrupt(path, what));
+    }
+    Ok(hidden / heads)
+}
+
+fn unsupported(path: &Path, what: String, remedy: &'static str) -> ModelError {
+    ModelError::Unsupported {
+        path: path.to_owned(),
+        what,
+        remedy,
+    }
+}
+
+/// A token id, or a list of them.
+fn token_list(value: Option<&Value>) -> Vec<u32> {
+    let id = |v: &Value| v.as_u64().and_then(|v| u32::try_from(v).ok());
+    match value {
+        Some(Value::Array(list)) => list.iter().filter_map(id).collect(),
+        Some(one) => id(one).into_iter().collect(),
+        None => Vec::new(),
+    }
+}
+
+#[derive(Deserialize)]
+struct HfConfig {
+    model_type: String,
+    vocab_size: u64,
+    hidden_size: u64,
+    intermediate_size: u64,
+    num_hidden_layers: u64,
+    num_attention_heads: u64,
+    num_key_value_heads: Option<u64>,
+    head_dim: Option<u64>,
+    max_position_embeddings: u64,
+    rms_norm_eps: f32,
+    rope_theta: Option<f32>,
+    rope_scaling: Option<HfRope>,
+    rope_parameters: Option<HfRope>,
+    partial_rotary_factor: Option<f64>,
+    hidden_act: Option<String>,
+    tie_word_embeddings: Option<bool>,
+    attention_bias: Option<bool>,
+    mlp_bias: Option<bool>,
+    sliding_window: Option<u64>,
+    use_sliding_window: Option<bool>,
+    max_window_layers: Option<u64>,
+    eos_token_id: Option<Value>,
+    bos_token_id: Option<Value>,
+}
+
+/// `rope_scaling`, and `rope_parameters` of transformers 5, which holds the base as well.
+#[derive(Deserialize)]
+struct HfRope {
+    #[serde(alias = "type")]
+    rope_type: Option<String>,
+    rope_theta: Option<f32>,
+    factor: Option<f32>,
+    low_freq_factor: Option<f32>,
+    high_freq_factor: Option<f32>,
+    original_max_position_embeddings: Option<u64>,
+}
+
+impl HfConfig {
+    fn rope(&self, path: &Path) -> Result<(f32, RopeScaling), ModelError> {
+        let rope = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref());
+        let theta = rope
+            .and_then(|r| r.rope_theta)
+            .or(self.rope_theta)
+            .unwrap_or(10_000.0);
+        let Some(rope) = rope else {
+            return Ok((theta, RopeScaling::None));
+        };
+        let need = |name: &str, value: Option<f32>| {
+            value.ok_or_else(|| ModelError::corrupt(path, format!("RoPE scaling lacks '{name}'")))
+        };
+        let scaling = match rope.rope_type.as_deref() {
+            None | Some("default") => RopeScaling::None,
+            Some("linear") => RopeScaling::Linear {
+                factor: need("factor", rope.factor)?,
+            },
+            Some("llama3") => RopeScaling::Llama3 {
+                factor: need("factor", rope.factor)?,
+                low_freq_factor: need("low_freq_factor", rope.low_freq_factor)?,
+                high_freq_factor: need("high_freq_factor", rope.high_freq_factor)?,
+                original_context: in_range(
+                    path,
+                    "original_max_position_embeddings",
+                    rope.original_max_position_embeddings.unwrap_or(0),
+                    MAX_CONTEXT,
+                )?,
+            },
+            Some(other) => {
+                return Err(unsupported(
+                    path,
+                    format!("RoPE scaling '{other}'"),
+                    "use a model with the default, linear or llama3 scaling",
+                ));
+            }
+        };
+        Ok((theta, scaling))
+    }
+}
+
+#[cfg(test)]
+#[path = "config_tests.rs"]
+mod tests;

@@ -1,0 +1,276 @@
+//! From a row of logits to a token, and from a stream of text to its end.
+//!
+//! Everything here is per request: the random numbers of one request depend on its seed and on how many tokens it has
+//! drawn, never on the batch. Knows no model and no tokenizer.
+
+use rand::{Rng, SeedableRng};
+use rand_pcg::Pcg64;
+
+/// How one request's tokens are chosen, and when it stops.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SamplingParams {
+    /// Divides the logits; 0 is greedy.
+    pub temperature: f32,
+    /// Only the k likeliest tokens are drawn from; 0: all.
+    pub top_k: usize,
+    /// Only the likeliest tokens that together reach this probability are drawn from, within (0, 1].
+    pub top_p: f32,
+    /// Seed of the request's random numbers; `None`: a random one.
+    pub seed: Option<u64>,
+    /// Tokens generated at most; at least 1.
+    pub max_tokens: usize,
+    /// The text ends before the first of these that occurs.
+    pub stop: Vec<String>,
+    /// Tokens that end the request, besides the model's own.
+    pub stop_token_ids: Vec<u32>,
+    /// Whether the model's end-of-text tokens are ordinary tokens.
+    pub ignore_eos: bool,
+}
+
+impl Default for SamplingParams {
+    /// Greedy, 128 tokens, no stops.
+    fn default() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            seed: None,
+            max_tokens: 128,
+            stop: Vec::new(),
+            stop_token_ids: Vec::new(),
+            ignore_eos: false,
+        }
+    }
+}
+
+/// A sampling parameter out of range, or logits that cannot be sampled.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum SamplingError {
+    /// Negative, infinite or not a number.
+    #[error("temperature is {0}; give 0 for greedy decoding or a positive number")]
+    Temperature(f32),
+    /// Not within (0, 1].
+    #[error("top-p is {0}; give a number above 0 and at most 1")]
+    TopP(f32),
+    /// Zero.
+    #[error("max-tokens is 0; give at least 1")]
+    MaxTokens,
+    /// A stop string without characters.
+    #[error("stop string {0} is empty; leave it out")]
+    EmptyStop(usize),
+    /// A row without a single number.
+    #[error("none of {0} logits is a number; the model's weights or its input are damaged")]
+    Logits(usize),
+}
+
+impl SamplingParams {
+    /// Checks every range.
+    ///
+    /// # Errors
+    /// The first parameter that is out of range, with its value.
+    pub fn validate(&self) -> Result<(), SamplingError> {
+        if !(self.temperature.is_finite() && self.temperature >= 0.0) {
+            return Err(SamplingError::Temperature(self.temperature));
+        }
+        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
+            return Err(SamplingError::TopP(self.top_p));
+        }
+        if self.max_tokens == 0 {
+            return Err(SamplingError::MaxTokens);
+        }
+        match self.stop.iter().position(String::is_empty) {
+            Some(i) => Err(SamplingError::EmptyStop(i)),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether `token` ends the request, given the model's end-of-text tokens.
+    pub fn is_stop_token(&self, token: u32, eos_token_ids: &[u32]) -> bool {
+        self.stop_token_ids.contains(&token) || (!self.ignore_eos && eos_token_ids.contains(&token))
+    }
+}
+
+/// Draws one request's tokens.
+#[derive(Debug, Clone)]
+pub struct Sampler {
+    temperature: f32,
+    top_k: usize,
+    top_p: f32,
+    rng: Pcg64,
+    /// Token and, in turn, logit and weight; reused.
+    candidates: Vec<(u32, f32)>,
+}
+
+impl Sampler {
+    /// A sampler at the start of its random numbers.
+    ///
+    /// # Errors
+    /// As `SamplingParams::validate`.
+    pub fn new(params: &SamplingParams) -> Result<Self, SamplingError> {
+        params.validate()?;
+        Ok(Self {
+            temperature: params.temperature,
+            top_k: params.top_k,
+            top_p: params.top_p,
+            rng: Pcg64::seed_from_u64(params.seed.unwrap_or_else(rand::random)),
+            candidates: Vec::new(),
+        })
+    }
+
+    /// The next token for a row of `vocab_size` logits. Greedy takes the largest, the lowest id on ties. Otherwise
+    /// exactly one random number is used, after top-k, temperature and top-p in this order.
+    ///
+    /// # Errors
+    /// `Logits` if no entry is a number.
+    pub fn sample(&mut self, logits: &[f32]) -> Result<u32, SamplingError> {
+        let best = greedy(logits).ok_or(SamplingError::Logits(logits.len()))?;
+        if self.temperature == 0.0 {
+            return Ok(best);
+        }
+        let max = logits[best as usize];
+        let candidates = &mut self.candidates;
+        candidates.clear();
+        candidates.extend(
+            (0..)
+                .zip(logits.iter().copied())
+                .filter(|(_, logit)| !logit.is_nan()),
+        );
+        if self.top_k > 0 && self.top_k < candidates.len() {
+            candidates.select_nth_unstable_by(self.top_k - 1, |a, b| {
+                b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
+            });
+            candidates.truncate(self.top_k);
+            // The selection leaves them in no order; the draw needs one.
+            candidates.sort_unstable_by_key(|c| c.0);
+        }
+        let mut total = 0f64;
+        for (_, weight) in candidates.iter_mut() {
+            // An infinite maximum leaves only itself: ∞ − ∞ is not a number.
+            *weight = if *weight == max {
+                1.0
+            } else {
+                ((*weight - max) / self.temperature).exp()
+            };
+            total += f64::from(*weight);
+        }
+        if self.top_p < 1.0 {
+            total = nucleus(candidates, total, f64::from(self.top_p));
+        }
+        let mut left = self.rng.random::<f64>() * total;
+        for (token, weight) in candidates.iter() {
+            left -= f64::from(*weight);
+            if left < 0.0 {
+                return Ok(*token);
+            }
+        }
+        // Rounding may leave a sliver past the last weight.
+        Ok(candidates
+            .iter()
+            .rev()
+            .find(|c| c.1 > 0.0)
+            .map_or(best, |c| c.0))
+    }
+}
+
+/// The largest logit's token, the lowest id on ties; NaN is smaller than everything.
+fn greedy(logits: &[f32]) -> Option<u32> {
+    let mut best: Option<(u32, f32)> = None;
+    for (token, logit) in (0..).zip(logits) {
+        if !logit.is_nan() && best.is_none_or(|(_, max)| *logit > max) {
+            best = Some((token, *logit));
+        }
+    }
+    best.map(|(token, _)| token)
+}
+
+/// Keeps the likeliest candidates that together reach `p` of `total`, likeliest first; returns their weight.
+fn nucleus(candidates: &mut Vec<(u32, f32)>, total: f64, p: f64) -> f64 {
+    // Tokens below this weight together cannot reach 1 − p, so the nucleus has none of them: sorting stays short.
+    let negligible = (1.0 - p) * total / candidates.len() as f64;
+    candidates.retain(|c| f64::from(c.1) >= negligible);
+    candidates.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+    let mut reached = 0f64;
+    let mut count = 0;
+    for (_, weight) in candidates.iter() {
+        reached += f64::from(*weight);
+        count += 1;
+        if reached >= p * total {
+            break;
+        }
+    }
+    candidates.truncate(count);
+    reached
+}
+
+/// Finds stop strings in text that arrives in pieces, and holds back what may be the beginning of one.
+#[derive(Debug, Clone, Default)]
+pub struct StopMatcher {
+    stops: Vec<String>,
+    held: String,
+}
+
+/// What a piece of text led to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StopOutcome {
+    /// Text that may be shown; ends before the stop string if one was found.
+    pub text: String,
+    /// Index of the stop string that was found.
+    pub stopped: Option<usize>,
+}
+
+impl StopMatcher {
+    /// A matcher of `stops`, none of which is empty.
+    pub fn new(stops: &[String]) -> Self {
+        Self {
+            stops: stops.to_vec(),
+            held: String::new(),
+        }
+    }
+
+    /// Adds a piece. After a stop was found nothing more may be added.
+    pub fn push(&mut self, piece: &str) -> StopOutcome {
+        self.held.push_str(piece);
+        let found = self
+            .stops
+            .iter()
+            .enumerate()
+            .filter_map(|(i, stop)| Some((self.held.find(stop)?, i)))
+            .min();
+        if let Some((at, index)) = found {
+            let text = self.held[..at].to_owned();
+            self.held.clear();
+            return StopOutcome {
+                text,
+                stopped: Some(index),
+            };
+        }
+        let keep = self
+            .stops
+            .iter()
+            .map(|stop| open_prefix(&self.held, stop))
+            .max()
+            .unwrap_or(0);
+        let text: String = self.held.drain(..self.held.len() - keep).collect();
+        StopOutcome {
+            text,
+            stopped: None,
+        }
+    }
+
+    /// The text that was held back and turned out to be no stop string.
+    pub fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+}
+
+/// Length of the longest end of `text` that begins `stop`.
+fn open_prefix(text: &str, stop: &str) -> usize {
+    let ends = stop.char_indices().map(|(at, _)| at).rev();
+    ends.into_iter()
+        .find(|len| text.ends_with(&stop[..*len]))
+        .unwrap_or(0)
+}
+
+#[cfg(test)]
+#[path = "sampling_tests.rs"]
+mod tests;

@@ -1,0 +1,159 @@
+use super::*;
+
+fn sampler(temperature: f32, top_k: usize, top_p: f32, seed: u64) -> Sampler {
+    let params = SamplingParams {
+        temperature,
+        top_k,
+        top_p,
+        seed: Some(seed),
+        ..SamplingParams::default()
+    };
+    Sampler::new(&params).expect("valid parameters")
+}
+
+/// Counts of 20,000 draws.
+fn histogram(sampler: &mut Sampler, logits: &[f32]) -> Vec<f64> {
+    let draws = 20_000;
+    let mut counts = vec![0f64; logits.len()];
+    for _ in 0..draws {
+        counts[sampler.sample(logits).expect("numbers") as usize] += 1.0 / f64::from(draws);
+    }
+    counts
+}
+
+#[test]
+fn greedy_takes_the_lowest_of_equal_maxima_and_skips_nan() {
+    let mut sampler = sampler(0.0, 0, 1.0, 0);
+    assert_eq!(sampler.sample(&[1.0, 3.0, f32::NAN, 3.0]), Ok(1));
+    assert_eq!(
+        sampler.sample(&[f32::NEG_INFINITY, f32::NEG_INFINITY]),
+        Ok(0)
+    );
+    assert_eq!(
+        sampler.sample(&[f32::NAN; 3]),
+        Err(SamplingError::Logits(3))
+    );
+    assert_eq!(sampler.sample(&[]), Err(SamplingError::Logits(0)));
+}
+
+#[test]
+fn temperature_gives_the_softmax() {
+    let logits = [0.0, 1.0, 2.0, -1.0];
+    for temperature in [0.5f32, 1.0, 2.0] {
+        let weights: Vec<f64> = logits
+            .iter()
+            .map(|l| (f64::from(*l) / f64::from(temperature)).exp())
+            .collect();
+        let total: f64 = weights.iter().sum();
+        let counts = histogram(&mut sampler(temperature, 0, 1.0, 7), &logits);
+        for (count, weight) in counts.iter().zip(weights) {
+            assert!(
+                (count - weight / total).abs() < 0.015,
+                "{count} against {}",
+                weight / total
+            );
+        }
+    }
+}
+
+#[test]
+fn top_k_and_top_p_leave_the_right_tokens() {
+    let logits = [0.0, 3.0, 2.0, 2.0, -5.0];
+    let drawn = |s: &mut Sampler| -> Vec<usize> {
+        histogram(s, &logits)
+            .iter()
+            .enumerate()
+            .filter(|(_, c)| **c > 0.0)
+            .map(|(i, _)| i)
+            .collect()
+    };
+    assert_eq!(drawn(&mut sampler(1.0, 1, 1.0, 1)), [1]);
+    // Of the tied tokens the lower id is kept.
+    assert_eq!(drawn(&mut sampler(1.0, 2, 1.0, 1)), [1, 2]);
+    // Probabilities: 0.55, 0.20, 0.20, 0.03, 0.0002.
+    assert_eq!(drawn(&mut sampler(1.0, 0, 0.5, 1)), [1]);
+    assert_eq!(drawn(&mut sampler(1.0, 0, 0.6, 1)), [1, 2]);
+    assert_eq!(drawn(&mut sampler(1.0, 0, 0.9, 1)), [1, 2, 3]);
+    assert_eq!(drawn(&mut sampler(1.0, 2, 0.99, 1)), [1, 2]);
+    assert_eq!(
+        drawn(&mut sampler(1e-6, 0, 1.0, 1)),
+        [1],
+        "a tiny temperature is greedy"
+    );
+}
+
+#[test]
+fn a_seed_repeats_whatever_else_is_sampled() {
+    let logits: Vec<f32> = (0..100).map(|i| (i as f32 * 0.7).sin()).collect();
+    let draw = |s: &mut Sampler| s.sample(&logits).expect("numbers");
+    let alone: Vec<u32> = {
+        let mut s = sampler(1.0, 40, 0.95, 42);
+        (0..50).map(|_| draw(&mut s)).collect()
+    };
+    let (mut a, mut b) = (sampler(1.0, 40, 0.95, 42), sampler(1.0, 40, 0.95, 43));
+    let mut with_other = Vec::new();
+    let mut other = Vec::new();
+    for _ in 0..50 {
+        with_other.push(draw(&mut a));
+        other.push(draw(&mut b));
+    }
+    assert_eq!(alone, with_other);
+    assert_ne!(alone, other);
+}
+
+#[test]
+fn bad_parameters_are_named_with_their_value() {
+    let check = |change: &dyn Fn(&mut SamplingParams)| {
+        let mut params = SamplingParams::default();
+        change(&mut params);
+        params.validate().expect_err("out of range").to_string()
+    };
+    assert!(check(&|p| p.temperature = -0.5).contains("-0.5"));
+    assert!(check(&|p| p.temperature = f32::NAN).contains("NaN"));
+    assert!(check(&|p| p.top_p = 0.0).contains("top-p is 0"));
+    assert!(check(&|p| p.top_p = 1.5).contains("1.5"));
+    assert!(check(&|p| p.max_tokens = 0).contains("max-tokens"));
+    assert!(check(&|p| p.stop = vec!["a".into(), String::new()]).contains("stop string 1"));
+    assert_eq!(SamplingParams::default().validate(), Ok(()));
+}
+
+#[test]
+fn stop_tokens() {
+    let mut params = SamplingParams {
+        stop_token_ids: vec![9],
+        ..SamplingParams::default()
+    };
+    assert!(
+        params.is_stop_token(2, &[2])
+            && params.is_stop_token(9, &[2])
+            && !params.is_stop_token(3, &[2])
+    );
+    params.ignore_eos = true;
+    assert!(!params.is_stop_token(2, &[2]) && params.is_stop_token(9, &[2]));
+}
+
+#[test]
+fn stop_strings_are_found_across_pieces_and_never_shown() {
+    let stops = ["STOP".to_owned(), "é!".to_owned()];
+    for text in ["abcSTOPdef", "aSTSTOP", "xSTOé!STOP", "no stop: STO", "é"] {
+        let end = stops
+            .iter()
+            .filter_map(|s| text.find(s))
+            .min()
+            .unwrap_or(text.len());
+        let mut matcher = StopMatcher::new(&stops);
+        let mut shown = String::new();
+        let mut stopped = None;
+        for c in text.chars() {
+            let outcome = matcher.push(c.encode_utf8(&mut [0; 4]));
+            shown += &outcome.text;
+            stopped = outcome.stopped;
+            if stopped.is_some() {
+                break;
+            }
+        }
+        shown += &matcher.finish();
+        assert_eq!(shown, text[..end], "{text}");
+        assert_eq!(stopped.is_some(), end < text.len());
+    }
+}

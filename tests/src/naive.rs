@@ -1,0 +1,109 @@
+//! Attention by the textbook: contiguous keys and values per request, one softmax per query, no blocks, no metadata.
+//!
+//! What the model's tests and benchmarks run on, so that they test the model alone.
+
+use timetable_engine::model::{AttentionError, AttentionLayers, ModelConfig};
+
+/// KV storage of several requests, and the rows of the current step.
+pub struct NaiveAttention {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    scale: f32,
+    windows: Vec<Option<usize>>,
+    /// `[request][layer]`: keys and values, `[tokens, kv_heads · head_dim]`.
+    cache: Vec<Vec<(Vec<f32>, Vec<f32>)>>,
+    /// Request and token count of each stretch of the batch.
+    batch: Vec<(usize, usize)>,
+    scores: Vec<f32>,
+}
+
+impl NaiveAttention {
+    /// Empty caches for `requests` requests.
+    pub fn new(config: &ModelConfig, requests: usize) -> Self {
+        let layers = config.num_hidden_layers;
+        Self {
+            heads: config.num_attention_heads,
+            kv_heads: config.num_key_value_heads,
+            head_dim: config.head_dim,
+            scale: config.attention_scale(),
+            windows: (0..layers)
+                .map(|l| config.layer_sliding_window(l))
+                .collect(),
+            cache: vec![vec![(Vec::new(), Vec::new()); layers]; requests],
+            batch: Vec::new(),
+            scores: Vec::new(),
+        }
+    }
+
+    /// Says what the next step's rows are: `(request, tokens)` in the order of the batch.
+    pub fn schedule(&mut self, batch: &[(usize, usize)]) {
+        self.batch.clear();
+        self.batch.extend_from_slice(batch);
+    }
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let (a_chunks, a_rest) = a.as_chunks::<16>();
+    let (b_chunks, b_rest) = b.as_chunks::<16>();
+    let mut sums = [0f32; 16];
+    for (a, b) in a_chunks.iter().zip(b_chunks) {
+        for i in 0..16 {
+            sums[i] += a[i] * b[i];
+        }
+    }
+    sums.iter().sum::<f32>() + a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum::<f32>()
+}
+
+impl AttentionLayers for NaiveAttention {
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        let kv_width = self.kv_heads * self.head_dim;
+        let mut row = 0;
+        for (request, tokens) in &self.batch {
+            let (keys, values) = &mut self.cache[*request][layer];
+            let past = keys.len() / kv_width;
+            keys.extend_from_slice(&k[row * kv_width..(row + tokens) * kv_width]);
+            values.extend_from_slice(&v[row * kv_width..(row + tokens) * kv_width]);
+            for token in 0..*tokens {
+                let seen = past + token + 1;
+                let first = self.windows[layer].map_or(0, |w| seen.saturating_sub(w));
+                for head in 0..self.heads {
+                    let at = ((row + token) * self.heads + head) * self.head_dim;
+                    let q = &q[at..at + self.head_dim];
+                    let kv = head / (self.heads / self.kv_heads) * self.head_dim;
+                    self.scores.clear();
+                    let mut max = f32::NEG_INFINITY;
+                    for key in first..seen {
+                        let k = &keys[key * kv_width + kv..][..self.head_dim];
+                        let score = dot(q, k) * self.scale;
+                        max = max.max(score);
+                        self.scores.push(score);
+                    }
+                    let mut total = 0.0;
+                    for score in &mut self.scores {
+                        *score = (*score - max).exp();
+                        total += *score;
+                    }
+                    let out = &mut out[at..at + self.head_dim];
+                    out.fill(0.0);
+                    for (key, score) in (first..seen).zip(&self.scores) {
+                        let v = &values[key * kv_width + kv..][..self.head_dim];
+                        let weight = score / total;
+                        for (o, v) in out.iter_mut().zip(v) {
+                            *o += weight * v;
+                        }
+                    }
+                }
+            }
+            row += tokens;
+        }
+        Ok(())
+    }
+}
