@@ -86,6 +86,10 @@ fn missing(file: &GgufFile, key: &str) -> ModelError {
     )
 }
 
+fn refused(file: &GgufFile, error: &tokenizers::Error) -> ModelError {
+    ModelError::corrupt(file.path(), format!("tokenizer.ggml vocabulary: {error}"))
+}
+
 fn pre(file: &GgufFile) -> String {
     file.text("tokenizer.ggml.pre")
         .unwrap_or_else(|| "default".to_owned())
@@ -135,7 +139,9 @@ fn byte_level(file: &GgufFile, tokens: &[String]) -> Result<tokenizers::Tokenize
         .build();
     let mut tokenizer = built(file, bpe)?;
     tokenizer.with_pre_tokenizer(Some(pre_tokenizer));
-    tokenizer.with_normalizer(normalizer);
+    tokenizer
+        .with_normalizer(normalizer)
+        .map_err(|e| refused(file, &e))?;
     tokenizer.with_decoder(Some(ByteLevel::new(false, false, false)));
     Ok(tokenizer)
 }
@@ -215,7 +221,9 @@ fn sentence_piece(file: &GgufFile, tokens: &[String]) -> Result<tokenizers::Toke
         decoders.push(Strip::new(' ', 1, 0).into());
     }
     normalizers.push(replace(" ", METASPACE)?.into());
-    tokenizer.with_normalizer(Some(NormalizerSequence::new(normalizers)));
+    tokenizer
+        .with_normalizer(Some(NormalizerSequence::new(normalizers)))
+        .map_err(|e| refused(file, &e))?;
     tokenizer.with_decoder(Some(DecoderSequence::new(decoders)));
     Ok(tokenizer)
 }
@@ -276,7 +284,9 @@ fn add_special_tokens(
             _ => {}
         }
     }
-    tokenizer.add_special_tokens(&special);
-    tokenizer.add_tokens(&plain);
+    tokenizer
+        .add_special_tokens(special)
+        .and_then(|_| tokenizer.add_tokens(plain))
+        .map_err(|e| refused(file, &e))?;
     Ok(())
 }
