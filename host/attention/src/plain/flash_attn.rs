@@ -7,8 +7,9 @@ use timetable_types::{
     flash_attn::{self, Schedule, TileOrder},
 };
 
-use super::row_vector;
+use super::{invalid, row_vector};
 use crate::{
+    batch::fill_mm_prefix_query_ranges,
     builder::{BuildFault, MetadataBuilder},
     resolve::Dcp,
 };
@@ -87,28 +88,26 @@ impl PlainFlashAttn {
             &common.seq_lens_cpu_upper_bound,
             rows,
         )?;
-        let mut values = vec![-1; 2 * common.num_actual_tokens as usize];
-        for range in &common.mm_req_doc_ranges {
-            let row = range.row as usize;
-            if row >= rows || range.start >= range.end {
-                continue;
-            }
-            let query = i64::from(starts[row + 1] - starts[row]);
-            let context = i64::from(lens[row]) - query;
-            let first = (i64::from(range.start) - context).max(0);
-            let last = (i64::from(range.end) - context).min(query - 1);
-            for token in first..=last {
-                let at = 2 * (i64::from(starts[row]) + token) as usize;
-                if let Some(pair) = values.get_mut(at..at + 2) {
-                    pair.copy_from_slice(&[range.start as i32, range.end as i32]);
-                }
-            }
+        if let Some(range) = common
+            .mm_req_doc_ranges
+            .iter()
+            .find(|range| range.row as usize >= rows)
+        {
+            return Err(BuildFault::Declined(invalid(format!(
+                "mm_req_doc_ranges names row {} of {rows}",
+                range.row
+            ))));
         }
-        Ok(Some(Tensor::Matrix(Matrix {
-            rows: common.num_actual_tokens,
-            columns: 2,
-            values,
-        })))
+        let tokens = common.num_actual_tokens;
+        let ranges = &common.mm_req_doc_ranges;
+        let spans = fill_mm_prefix_query_ranges(starts, lens, ranges, tokens as usize);
+        Ok(spans.map(|values| {
+            Tensor::Matrix(Matrix {
+                rows: tokens,
+                columns: 2,
+                values,
+            })
+        }))
     }
 }
 

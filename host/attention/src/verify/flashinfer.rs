@@ -364,7 +364,7 @@ fn keys(plan: &Plan, part: Part, page: u32, ctx: &VerifyContext<'_>) -> Result<(
         return Err(Refusal::at("paged_kv_indptr", 0, first, Rule::Equal, 0));
     }
     let (lens, starts) = (&ctx.lens()[rows], part.query_starts(ctx));
-    let (page_i, mut taken) = (i64::from(page), 0usize);
+    let (by_page, page_i, mut taken) = (lanes::Divisor::new(page), i64::from(page), 0usize);
     for row in 0..n {
         let query = starts[row + 1] - starts[row];
         // What this rank holds of the keys; a DCP prefill plans over the context only.
@@ -373,9 +373,9 @@ fn keys(plan: &Plan, part: Part, page: u32, ctx: &VerifyContext<'_>) -> Result<(
             (true, true) => dcp.local_len(lens[row]),
             (true, false) => dcp.local_len(lens[row] - query),
         };
-        let pages = (len.max(0) as u32).div_ceil(page);
+        let pages = by_page.ceil(len.max(0) as u64) as u32;
         let last = if len > 0 {
-            (len as u32 - 1) % page + 1
+            len as u32 - (pages - 1) * page
         } else {
             0
         };

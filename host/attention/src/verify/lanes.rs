@@ -47,6 +47,42 @@ pub(super) fn steps(values: &[i32]) -> (i32, bool) {
     (max, signs >= 0)
 }
 
+/// Division by one number, by a shift where that will do.
+#[derive(Clone, Copy)]
+pub(super) struct Divisor {
+    divisor: u64,
+    /// 64: not a power of two.
+    shift: u32,
+}
+
+impl Divisor {
+    /// By `divisor`, at least 1.
+    pub(super) fn new(divisor: u32) -> Self {
+        let shift = if divisor.is_power_of_two() {
+            divisor.trailing_zeros()
+        } else {
+            64
+        };
+        Divisor {
+            divisor: u64::from(divisor.max(1)),
+            shift,
+        }
+    }
+
+    pub(super) fn floor(self, value: u64) -> u64 {
+        if self.shift < 64 {
+            value >> self.shift
+        } else {
+            value / self.divisor
+        }
+    }
+
+    /// For values far below the type's end.
+    pub(super) fn ceil(self, value: u64) -> u64 {
+        self.floor(value + (self.divisor - 1))
+    }
+}
+
 /// A bit set over reused memory.
 pub(super) struct Bits<'s>(&'s mut [u64]);
 

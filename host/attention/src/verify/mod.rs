@@ -118,6 +118,10 @@ struct Scratch {
     first_chunk: Vec<i32>,
     /// For each row the running sum of its query tiles.
     tile_start: Vec<u32>,
+    /// For each row its KV chunks.
+    chunks: Vec<u32>,
+    /// For each work item its query tile, counted over the rows.
+    item_tile: Vec<u32>,
 }
 
 impl Verifier {

@@ -9,7 +9,7 @@ use timetable_types::flashinfer::WorkList;
 
 use super::{
     Scratch,
-    lanes::Bits,
+    lanes::{Bits, Divisor},
     refusal::{Refusal, Rule, between, length},
 };
 
@@ -89,16 +89,17 @@ pub(super) fn verify(
         ..refusal
     })?;
 
-    // Query tiles of each row.
-    let tiles_of = |row: usize| {
-        let query = demand.query_starts[row + 1] - demand.query_starts[row];
-        (query as u64 * u64::from(demand.group_size)).div_ceil(u64::from(*cta_tile_q))
-    };
+    // Query tiles and key chunks of each row. A row without keys may have one item, which writes its empty result.
+    let (by_tile, by_chunk) = (Divisor::new(*cta_tile_q), Divisor::new(*kv_chunk_size));
     scratch.tile_start.clear();
+    scratch.chunks.clear();
     let mut tiles = 0u64;
     for row in 0..rows {
         scratch.tile_start.push(tiles as u32);
-        tiles += tiles_of(row);
+        let query = (demand.query_starts[row + 1] - demand.query_starts[row]) as u64;
+        tiles += by_tile.ceil(query * u64::from(demand.group_size));
+        let keys = demand.key_lens[row].max(0) as u64;
+        scratch.chunks.push(by_chunk.ceil(keys).max(1) as u32);
     }
     scratch.tile_start.push(tiles as u32);
     let tiles = tiles as usize;
@@ -108,43 +109,37 @@ pub(super) fn verify(
     // First pass: every index names a row, a tile and a chunk that exist; the lowest chunk of each tile.
     scratch.first_chunk.clear();
     scratch.first_chunk.resize(tiles, i32::MAX);
-    let chunks_of = |row: usize| {
-        (demand.key_lens[row].max(0) as u32)
-            .div_ceil(*kv_chunk_size)
-            .max(1) as i64
-    };
-    let mut cached = (usize::MAX, 0i64);
+    scratch.item_tile.clear();
     for (item, ((&request, &tile), &chunk)) in request_indices
         .iter()
         .zip(qo_tile_indices)
         .zip(kv_tile_indices)
         .enumerate()
     {
-        index("request_indices", item, request, rows as i64)?;
-        let row = request as usize;
-        let start = scratch.tile_start[row];
-        index(
-            "qo_tile_indices",
-            item,
-            tile,
-            i64::from(scratch.tile_start[row + 1] - start),
-        )?;
-        if cached.0 != row {
-            cached = (row, chunks_of(row));
+        // Negative indices are large ones here; `index` tells them apart.
+        let Some((&[start, end], &chunks)) = scratch
+            .tile_start
+            .get(request as u32 as usize..)
+            .and_then(|starts| starts.first_chunk::<2>())
+            .zip(scratch.chunks.get(request as u32 as usize))
+        else {
+            return index("request_indices", item, request, rows as i64);
+        };
+        if tile as u32 >= end - start {
+            return index("qo_tile_indices", item, tile, i64::from(end - start));
         }
-        index("kv_tile_indices", item, chunk, cached.1)?;
-        let first = &mut scratch.first_chunk[start as usize + tile as usize];
+        if chunk as u32 >= chunks {
+            return index("kv_tile_indices", item, chunk, i64::from(chunks));
+        }
+        let tile = start + tile as u32;
+        let first = &mut scratch.first_chunk[tile as usize];
         *first = (*first).min(chunk);
+        scratch.item_tile.push(tile);
     }
     // Second pass: each item has a place of its own.
     let mut seen = Bits::clear(&mut scratch.seen, items);
-    for (item, ((&request, &tile), &chunk)) in request_indices
-        .iter()
-        .zip(qo_tile_indices)
-        .zip(kv_tile_indices)
-        .enumerate()
-    {
-        let tile = scratch.tile_start[request as usize] as usize + tile as usize;
+    for (item, (&tile, &chunk)) in scratch.item_tile.iter().zip(kv_tile_indices).enumerate() {
+        let tile = tile as usize;
         let place = i64::from(merge_indptr[tile]) + i64::from(chunk - scratch.first_chunk[tile]);
         if place >= i64::from(merge_indptr[tile + 1]) {
             let bound = i64::from(merge_indptr[tile + 1]);
@@ -161,12 +156,16 @@ pub(super) fn verify(
         }
     }
     // Each tile's run of chunks covers the keys that it must attend to.
+    let by_group = Divisor::new(demand.group_size.max(1));
     let mut any_split = false;
     for row in 0..rows {
         let (start, end) = (
             scratch.tile_start[row] as usize,
             scratch.tile_start[row + 1] as usize,
         );
+        let keys = i64::from(demand.key_lens[row]);
+        let query = i64::from(demand.query_starts[row + 1] - demand.query_starts[row]);
+        let context = keys - query;
         for tile in start..end {
             let count = i64::from(merge_indptr[tile + 1] - merge_indptr[tile]);
             if count > demand.max_splits {
@@ -179,38 +178,52 @@ pub(super) fn verify(
                 ));
             }
             any_split |= count > 1;
+            let packed = (tile - start) as u64 * u64::from(*cta_tile_q);
+            // Keys [low, high) are seen by a query of the tile. The last tile ends with the last query, which sees all.
+            let high = if demand.causal && tile + 1 < end {
+                let last = by_group.floor(packed + u64::from(*cta_tile_q) - 1) as i64;
+                (context + last + 1).clamp(0, keys)
+            } else {
+                keys
+            };
+            let low = if demand.window_left >= 0 {
+                let first = by_group.floor(packed) as i64;
+                // A shorter length on the device moves the window down.
+                let reach = i64::from(demand.window_left) + demand.inexact_by;
+                (context + first - reach).max(0)
+            } else {
+                0
+            };
+            if low >= high {
+                continue;
+            }
+            let (low, high) = (
+                by_chunk.floor(low as u64) as i64,
+                by_chunk.ceil(high as u64) as i64,
+            );
             let first = if count == 0 {
                 0
             } else {
                 i64::from(scratch.first_chunk[tile])
             };
-            let needed = needed_chunks(
-                demand,
-                row,
-                (tile - start) as u64,
-                *cta_tile_q,
-                *kv_chunk_size,
-            );
-            if needed.0 < needed.1 {
-                if first > needed.0 {
-                    return Err(Refusal::at(
-                        "kv_tile_indices",
-                        tile,
-                        first,
-                        Rule::AtMost,
-                        needed.0,
-                    ));
-                }
-                if first + count < needed.1 {
-                    let last = first + count - 1;
-                    return Err(Refusal::at(
-                        "kv_tile_indices",
-                        tile,
-                        last,
-                        Rule::AtLeast,
-                        needed.1 - 1,
-                    ));
-                }
+            if first > low {
+                return Err(Refusal::at(
+                    "kv_tile_indices",
+                    tile,
+                    first,
+                    Rule::AtMost,
+                    low,
+                ));
+            }
+            if first + count < high {
+                let last = first + count - 1;
+                return Err(Refusal::at(
+                    "kv_tile_indices",
+                    tile,
+                    last,
+                    Rule::AtLeast,
+                    high - 1,
+                ));
             }
         }
     }
@@ -222,38 +235,6 @@ pub(super) fn verify(
         return Err(Refusal::new("split_kv", 1, Rule::Equal, 0));
     }
     Ok(())
-}
-
-/// Chunks [first, end) that tile `tile` of row `row` must attend to.
-fn needed_chunks(
-    demand: &Demand<'_>,
-    row: usize,
-    tile: u64,
-    tile_size: u32,
-    chunk: u32,
-) -> (i64, i64) {
-    let keys = i64::from(demand.key_lens[row]);
-    let query = i64::from(demand.query_starts[row + 1] - demand.query_starts[row]);
-    let (group, size) = (u64::from(demand.group_size.max(1)), u64::from(tile_size));
-    let first_token = (tile * size / group) as i64;
-    let last_token = ((((tile + 1) * size - 1) / group) as i64).min(query - 1);
-    let context = keys - query;
-    let end = if demand.causal {
-        (context + last_token + 1).clamp(0, keys)
-    } else {
-        keys
-    };
-    let first = if demand.window_left >= 0 {
-        // A shorter length on the device moves the window down.
-        (context + first_token - i64::from(demand.window_left) - demand.inexact_by).clamp(0, end)
-    } else {
-        0
-    };
-    let chunk = i64::from(chunk);
-    if first >= end {
-        return (0, 0);
-    }
-    (first / chunk, (end + chunk - 1) / chunk)
 }
 
 /// 0 first, never falling, `total` last.

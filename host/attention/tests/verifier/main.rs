@@ -8,3 +8,4 @@ mod mutations;
 mod plain;
 mod step_fields;
 mod support;
+mod trtllm_fields;

@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 use timetable_attention::{
     Grant, Verifier, VerifyContext, plain_builder,
-    types::{CaptureShape, Family},
-    verify_step,
+    types::{CaptureShape, Causal, Dtype, Family, Input, Metadata, Scratch, Tensor, triton_attn},
+    verify, verify_step,
 };
 
 use crate::support::Batch;
@@ -41,6 +41,35 @@ proptest! {
 #[test]
 fn families_without_rules_are_refused_and_have_no_plain_builder() {
     let batch = Batch::random(1);
+    let scratch = || Scratch {
+        shape: vec![1],
+        dtype: Dtype::Float32,
+    };
+    let metadata = Metadata::TritonAttn(triton_attn::Metadata {
+        num_actual_tokens: batch.step.cam.num_actual_tokens,
+        max_query_len: batch.step.cam.max_query_len,
+        query_start_loc: Tensor::Input(Input::QueryStartLoc),
+        max_seq_len: batch.step.cam.max_seq_len,
+        seq_lens: Tensor::Input(Input::SeqLens),
+        block_table: Tensor::Input(Input::BlockTable),
+        slot_mapping: Tensor::Input(Input::SlotMapping),
+        causal: Causal::All(true),
+        seq_threshold_3d: 0,
+        num_par_softmax_segments: 1,
+        softmax_segm_output: scratch(),
+        softmax_segm_max: scratch(),
+        softmax_segm_expsum: scratch(),
+        mm_prefix_range: None,
+        rswa_prefix_lens: None,
+        rswa_window: 0,
+    });
+    let refusal = batch.with(Grant::Exact, |ctx| {
+        verify(&metadata, ctx).expect_err("no rules")
+    });
+    assert_eq!(
+        refusal.to_string(),
+        "no verifier rules for family triton-attn yet"
+    );
     for (family, text) in [
         (
             Family::TritonAttn,
