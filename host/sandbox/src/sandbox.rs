@@ -168,6 +168,9 @@ fn engine_config(limits: &Limits) -> Config {
     // What a pool slot keeps resident between instances is wiped by memset instead of madvise: faster to take again.
     const KEEP_RESIDENT_BYTES: usize = 128 * 1024;
 
+    // Slots of dropped instances that keep their pages: each reload is a new module, which would touch a slot of its own.
+    const WARM_SLOTS: u32 = 8;
+
     let mut pool = PoolingAllocationConfig::new();
     pool.total_component_instances(limits.max_instances)
         .total_core_instances(limits.max_instances * CORE_INSTANCES)
@@ -179,7 +182,7 @@ fn engine_config(limits: &Limits) -> Config {
         .max_memory_size(limits.max_memory_bytes)
         .table_elements(limits.max_table_elements)
         .linear_memory_keep_resident(KEEP_RESIDENT_BYTES)
-        .max_unused_warm_slots(limits.max_instances);
+        .max_unused_warm_slots(WARM_SLOTS);
 
     let mut config = Config::new();
     config

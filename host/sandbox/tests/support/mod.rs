@@ -26,6 +26,8 @@ pub enum Act {
     Loop,
     /// Grows its memory by that many pages of 64 KiB.
     Grow(i32),
+    /// Returns an error: the batch is declined.
+    Decline,
     /// memory.fill of nearly its whole memory, for ever.
     FillForEver,
 }
@@ -100,6 +102,7 @@ const TEXTS: u32 = 256;
 const PROMISE: u32 = 512;
 const BUILT: u32 = 1024;
 const HEAP: i32 = 8192;
+const REFUSAL: &str = "no such head size (7)";
 
 /// The canonical ABI's memory layout, written field by field.
 struct Record {
@@ -246,7 +249,7 @@ fn created(guest: &Guest) -> Vec<u8> {
     r.empty_case(u8::from(guest.refuse_config), 4);
     r.empty_case(0, 4);
     r.u32(TEXTS + 128);
-    r.u32(16);
+    r.u32(REFUSAL.len() as u32);
     r.bytes
 }
 
@@ -490,7 +493,7 @@ impl Guest {
             match &self.answer {
                 Answer::Declined(message) => message.as_bytes().to_vec(),
                 Answer::BadText => vec![0xff, 0xfe, 0xff, 0xfe],
-                _ => b"no such head size (7)".to_vec(),
+                _ => REFUSAL.as_bytes().to_vec(),
             },
         );
         let mut promise = Record::new();
@@ -526,6 +529,27 @@ fn act(act: Act, recurse: u32) -> Vec<I<'static>> {
         Act::StackOverflow => vec![I::Call(recurse)],
         Act::Loop => vec![I::Loop(BlockType::Empty), I::Br(0), I::End],
         Act::Grow(pages) => vec![I::I32Const(pages), I::MemoryGrow(0), I::Drop],
+        Act::Decline => {
+            let put = |at: u32, value: u32| {
+                [
+                    I::I32Const(BUILT as i32),
+                    I::I32Const(value as i32),
+                    I::I32Store(word(at)),
+                ]
+            };
+            let mut code = vec![];
+            code.extend(put(0, 1));
+            code.extend(put(4, 0));
+            code.extend(put(8, TEXTS + 128));
+            code.extend(put(12, REFUSAL.len() as u32));
+            code.extend([
+                I::I32Const(HEAP),
+                I::GlobalSet(0),
+                I::I32Const(BUILT as i32),
+                I::Return,
+            ]);
+            code
+        }
         Act::FillForEver => vec![
             I::Loop(BlockType::Empty),
             I::I32Const(HEAP),
