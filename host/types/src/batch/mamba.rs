@@ -31,7 +31,7 @@ pub fn compute_causal_conv1d_metadata(query_start_loc_p: &[i32]) -> CausalConv1d
     nums.extend(
         query_start_loc_p
             .windows(2)
-            .map(|w| (w[1] - w[0] + CAUSAL_CONV1D_BLOCK_M - 1) / CAUSAL_CONV1D_BLOCK_M),
+            .map(|w| ((w[1] - w[0]).max(0) + CAUSAL_CONV1D_BLOCK_M - 1) / CAUSAL_CONV1D_BLOCK_M),
     );
     let total: usize = nums.iter().map(|&n| n as usize).sum();
     let mut prefill_of_program = Vec::with_capacity(total);
@@ -85,7 +85,7 @@ pub fn mamba_compute_chunk_metadata(
         .min(query_start_loc_p.len().saturating_sub(1));
     let tokens = query_start_loc_p
         .get(prefills)
-        .map_or(0, |&end| end as usize);
+        .map_or(0, |&end| end.max(0) as usize);
     let chunks_bound = tokens / chunk_size as usize + 3 * prefills;
     let mut out = ScanChunks {
         cu_chunk_seqlen: Vec::with_capacity(chunks_bound + 1),
@@ -145,7 +145,7 @@ pub fn mamba2_compute_varlen_chunk_metadata(
 ) -> VarlenChunks {
     assert!(chunk_size > 0, "chunk size {chunk_size} is not above 0");
     let rows = query_start_loc.len().saturating_sub(1);
-    let tokens = query_start_loc.last().map_or(0, |&end| end as usize);
+    let tokens = query_start_loc.last().map_or(0, |&end| end.max(0) as usize);
     let chunks_bound = tokens / chunk_size as usize + rows + 1;
     let mut out = VarlenChunks {
         cu_chunk_seqlens: Vec::with_capacity(chunks_bound + 1),

@@ -75,7 +75,7 @@ pub fn paged_kv_indptr_into(seq_lens: &[i32], page_size: u32, out: &mut Vec<i32>
     out.push(0);
     let mut sum = 0u64;
     with_divisor!(page_size, |div| out.extend(seq_lens.iter().map(|&len| {
-        sum += div(len.saturating_add(round_up)) as u64;
+        sum += div(len.max(0).saturating_add(round_up)) as u64;
         sum.min(i32::MAX as u64) as i32
     })));
     sum
