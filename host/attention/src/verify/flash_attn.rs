@@ -53,7 +53,7 @@ pub(super) fn verify(
         "max_query_len",
         *max_query_len,
         longest,
-        ctx.max_query_bound().max(longest.into()),
+        ctx.max_query_bound(),
     )?;
     reference("query_start_loc", query_start_loc, Input::QueryStartLoc)?;
     // At least the longest keys (less leaves keys out), at most the longest sequence served.

@@ -720,12 +720,7 @@ fn trtllm_prefill(
         ));
     }
     let (longest, _) = lanes::steps(part.query_starts(ctx));
-    between(
-        "max_q_len",
-        *max_q_len,
-        longest,
-        ctx.max_query_bound().max(longest.into()),
-    )?;
+    between("max_q_len", *max_q_len, longest, ctx.max_query_bound())?;
     let longest = lanes::max_i32(&ctx.inputs.seq_lens[part.rows()]);
     between(
         "max_seq_len",

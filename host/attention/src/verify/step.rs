@@ -56,6 +56,24 @@ pub fn verify_step(ctx: &VerifyContext<'_>) -> Result<(), Refusal> {
     // query_start_loc: R + 1 entries, from 0, never falling, within the tokens; max_query_len: the largest of its steps or more.
     let longest = query_starts("query_start_loc", query_start_loc, rows, *num_actual_tokens)?;
     between("max_query_len", *max_query_len, longest, i32::MAX)?;
+    // A graph replays only the query lengths that it was captured for.
+    if let Some(promise) = ctx.promise {
+        between("max_query_len", longest, 0, promise.max_query_len)?;
+        if let Some(uniform) = promise.uniform_query_len {
+            for (row, pair) in query_start_loc.windows(2).enumerate() {
+                let query = i64::from(pair[1] - pair[0]);
+                if query != i64::from(uniform) && query != 0 {
+                    return Err(Refusal::at(
+                        "query_start_loc",
+                        row + 1,
+                        query,
+                        Rule::Equal,
+                        uniform.into(),
+                    ));
+                }
+            }
+        }
+    }
     // query_start_loc_cpu: the same rule. Its values differ from the device's only under adaptive verification.
     if !query_start_loc_cpu.is_empty() && query_start_loc_cpu != query_start_loc {
         let longest = query_starts(

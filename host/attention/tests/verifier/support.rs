@@ -118,6 +118,7 @@ pub fn config(random: &mut Random) -> BuilderConfig {
 }
 
 /// A batch that `verify_step` accepts: decodes first, then prefills and extends, then perhaps rows of padding.
+#[derive(Clone)]
 pub struct Batch {
     pub config: BuilderConfig,
     pub step: GroupStep,
