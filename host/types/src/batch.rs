@@ -4,7 +4,7 @@
 //! Pure functions on slices; a builder calls them inside its sandbox, so they allocate only what they return and keep their
 //! loops free of branches and divisions where they can. This module must never know a backend, a device or a block table.
 //!
-//! Query starts are s32 [R + 1], begin at 0 and never fall (R rows, T tokens). Lengths are s32 [R], at least 0. Functions do
+//! Query starts are `s32 [R + 1]`, begin at 0 and never fall (R rows, T tokens). Lengths are `s32 [R]`, at least 0. Functions do
 //! not check that: the runner makes these vectors, and the verifier checks what builders make of them.
 
 mod mamba;
@@ -77,9 +77,9 @@ impl core::error::Error for BatchError {}
 /// relabels `is_prefilling`).
 #[derive(Clone, Copy, Debug)]
 pub struct BatchRows<'a> {
-    /// s32 [R + 1]
+    /// `s32 [R + 1]`
     pub query_start_loc: &'a [i32],
-    /// s32 [R]: at least the true lengths; exact for rows that prefill. Only the three-way split reads it.
+    /// `s32 [R]`: at least the true lengths; exact for rows that prefill. Only the three-way split reads it.
     pub seq_lens: &'a [i32],
     /// One byte per row, 0 or 1; rows beyond its end are not prefilling.
     pub is_prefilling: &'a [u8],

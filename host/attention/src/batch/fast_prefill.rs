@@ -32,7 +32,7 @@ pub fn fast_prefill_layers<'a>(layers: &[SharingLayer<'a>]) -> Vec<&'a str> {
 /// counts. `None` where it is not armed: no row prefills, the step is a full graph or cut into micro-batches, or no logits
 /// are wanted.
 ///
-/// `capture_sizes` rise; a count above the largest is not padded. `query_start_loc` is s32 [R + 1].
+/// `capture_sizes` rise; a count above the largest is not padded. `query_start_loc` is `s32 [R + 1]`.
 #[must_use]
 pub fn arm_fast_prefill(
     logits_indices: &[i32],
@@ -59,7 +59,7 @@ pub fn arm_fast_prefill(
     Some((padded, armed))
 }
 
-/// How many of the tokens each row has, s32 [R].
+/// How many of the tokens each row has, `s32 [R]`.
 fn logits_per_row(indices: &[i32], query_start_loc: &[i32]) -> Vec<i32> {
     let ends = query_start_loc.get(1..).unwrap_or(&[]);
     let mut counts = vec![0; ends.len()];

@@ -38,16 +38,16 @@ pub enum LocalAttentionError {
 /// shape) is rewritten without planning again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LocalBlockColumns {
-    /// Source row of each virtual row, s32 [R'].
+    /// Source row of each virtual row, `s32 [R']`.
     pub rows: Vec<u32>,
-    /// First column of each virtual row, s32 [R'].
+    /// First column of each virtual row, `s32 [R']`.
     pub first_columns: Vec<u32>,
     /// Columns of a virtual row: chunk / block size.
     pub blocks_per_chunk: usize,
 }
 
 impl LocalBlockColumns {
-    /// The virtual rows of a table, s32 [R', chunk / block size]; columns beyond the table's last read the last one.
+    /// The virtual rows of a table, `s32 [R', chunk / block size]`; columns beyond the table's last read the last one.
     #[must_use]
     pub fn gather(&self, table: BlockTable<'_>) -> Vec<i32> {
         let mut out = Vec::with_capacity(self.rows.len() * self.blocks_per_chunk);

@@ -26,7 +26,7 @@ pub struct StateColumnError {
     pub width: usize,
 }
 
-/// State blocks of each row, s32 [R, columns], row-major, with the number of columns.
+/// State blocks of each row, `s32 [R, columns]`, row-major, with the number of columns.
 ///
 /// Mode `none` keeps one row of states per request: the table as it is. Mode `align` keeps states at block boundaries too:
 /// the block of the last token, max(len − 1, 0) / block_size, and the `num_speculative_blocks` after it.

@@ -6,7 +6,7 @@ use timetable_types::MmDocRange;
 /// Ranges per request, padded to the longest list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MmPrefixRanges {
-    /// s32 [R, max_ranges, 2]: (start, end), end inclusive; (0, 0) where a row has fewer.
+    /// `s32 [R, max_ranges, 2]`: (start, end), end inclusive; (0, 0) where a row has fewer.
     pub data: Vec<i32>,
     /// The longest list.
     pub max_ranges: usize,
@@ -17,7 +17,7 @@ pub fn retain_ranges_within_window(ranges: &mut Vec<MmDocRange>, sliding_window:
     ranges.retain(|range| range.end - range.start < sliding_window);
 }
 
-/// For each token the span of its request that holds it, s32 [num_tokens, 2], (−1, −1) where none; end inclusive. `None` if no
+/// For each token the span of its request that holds it, `s32 [num_tokens, 2]`, (−1, −1) where none; end inclusive. `None` if no
 /// token of this step lies in a span. Token t of row r has position seq_len − query_len + (t − query_start).
 /// A span of one token changes nothing and is passed over. (vLLM 0.33 `fill_mm_prefix_query_ranges`.)
 #[must_use]

@@ -59,7 +59,7 @@ pub enum PaddingError {
     },
 }
 
-/// Query starts s32 [num_reqs_padded + 1]: entries behind the real rows repeat the last start, so that padded rows have no
+/// Query starts `s32 [num_reqs_padded + 1]`: entries behind the real rows repeat the last start, so that padded rows have no
 /// queries and the vector never falls (it is never −1).
 #[must_use]
 pub fn pad_query_start_loc(query_start_loc: &[i32], num_reqs_padded: usize) -> Vec<i32> {

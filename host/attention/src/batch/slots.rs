@@ -27,9 +27,9 @@ impl SlotRule {
     /// Writes the slot of each position of one request; `row` is its blocks. Returns how many positions this rank owns that
     /// lie beyond the row: they get `PAD_SLOT_ID`, and a host that verifies refuses the step.
     ///
-    /// Without context parallelism slot = row[pos / B] · B + pos mod B. With N ranks and interleave I, block pos / (B·N) and
+    /// Without context parallelism slot = `row[pos / B]` · B + pos mod B. With N ranks and interleave I, block pos / (B·N) and
     /// offset o = pos mod (B·N): the position is this rank's if o / I mod N is its rank, its slot then
-    /// row[block] · B + o / (I·N) · I + o mod I, else `PAD_SLOT_ID`. (vLLM 0.33's slot mapping kernel.)
+    /// `row[block]` · B + o / (I·N) · I + o mod I, else `PAD_SLOT_ID`. (vLLM 0.33's slot mapping kernel.)
     ///
     /// # Panics
     /// If `positions` and `out` differ in length, or a size is 0.
@@ -92,7 +92,7 @@ fn plain_slots(row: &[i32], block_size: i64, positions: &[i64], out: &mut [i64])
     beyond
 }
 
-/// Slots of a batch, s64 [out.len()]: `row(r)` gives the blocks of batch row r, or `None` for a row that owns no slots (its
+/// Slots of a batch, `s64 [out.len()]`: `row(r)` gives the blocks of batch row r, or `None` for a row that owns no slots (its
 /// tokens get `PAD_SLOT_ID`). Everything behind the last token is `PAD_SLOT_ID` too. Returns how many tokens lie beyond
 /// their row.
 ///

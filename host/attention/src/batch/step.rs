@@ -8,27 +8,27 @@ use crate::step::{BlockTable, StepInputs};
 /// The tensors of a step, owned; [`StepInputs`] borrows them. R rows, T tokens, W columns.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepTensors {
-    /// s32 [R + 1]
+    /// `s32 [R + 1]`
     pub query_start_loc: Vec<i32>,
-    /// s32 [R]
+    /// `s32 [R]`
     pub seq_lens: Vec<i32>,
-    /// s32 [R * W], row-major.
+    /// `s32 [R * W]`, row-major.
     pub block_table: Vec<i32>,
     /// W
     pub block_table_width: usize,
-    /// s64 [at least T]
+    /// `s64 [at least T]`
     pub slot_mapping: Vec<i64>,
-    /// s64 [T]; empty: not given.
+    /// `s64 [T]`; empty: not given.
     pub positions: Vec<i64>,
-    /// s32 [R], where `causal` is per request.
+    /// `s32 [R]`, where `causal` is per request.
     pub causal: Option<Vec<i32>>,
-    /// s32 [R], under decode context parallelism.
+    /// `s32 [R]`, under decode context parallelism.
     pub dcp_local_seq_lens: Option<Vec<i32>>,
-    /// s32 [R], for cross attention.
+    /// `s32 [R]`, for cross attention.
     pub encoder_seq_lens: Option<Vec<i32>>,
-    /// s32 [n], where fast prefill is armed.
+    /// `s32 [n]`, where fast prefill is armed.
     pub logits_indices_padded: Option<Vec<i32>>,
-    /// s32 [R], where the model uses R-SWA.
+    /// `s32 [R]`, where the model uses R-SWA.
     pub rswa_prefix_lens: Option<Vec<i32>>,
 }
 
@@ -108,7 +108,7 @@ impl GroupStep {
         self.tensors.seq_lens.len()
     }
 
-    /// Query length of each row, s32 [R], from the device's query starts.
+    /// Query length of each row, `s32 [R]`, from the device's query starts.
     #[must_use]
     pub fn naive_query_lens(&self) -> Vec<i32> {
         self.tensors
@@ -118,7 +118,7 @@ impl GroupStep {
             .collect()
     }
 
-    /// Tokens computed before this step, s32 [R]: `seq_lens` minus query lengths.
+    /// Tokens computed before this step, `s32 [R]`: `seq_lens` minus query lengths.
     #[must_use]
     pub fn compute_num_computed_tokens(&self) -> Vec<i32> {
         let starts = self.tensors.query_start_loc.windows(2);
@@ -130,7 +130,7 @@ impl GroupStep {
             .collect()
     }
 
-    /// The row of each token, s32 [num_actual_tokens]; padding tokens belong to row 0.
+    /// The row of each token, `s32 [num_actual_tokens]`; padding tokens belong to row 0.
     #[must_use]
     pub fn token_to_req_indices(&self) -> Vec<i32> {
         let mut rows = vec![0; self.cam.num_actual_tokens as usize];

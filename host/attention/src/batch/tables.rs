@@ -195,7 +195,7 @@ impl BlockTables {
         }
     }
 
-    /// Slots of a group's tokens, s64 [out.len()]; see [`slot_mapping_into`]. Returns how many tokens lie beyond their row.
+    /// Slots of a group's tokens, `s64 [out.len()]`; see [`slot_mapping_into`]. Returns how many tokens lie beyond their row.
     ///
     /// # Panics
     /// If query starts fall, or end beyond `positions` or `out`.

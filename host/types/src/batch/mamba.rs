@@ -10,19 +10,19 @@ pub const CAUSAL_CONV1D_BLOCK_M: i32 = 8;
 /// The convolution's program list: which prefill, and which block of it, each program works on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CausalConv1dPlan {
-    /// s32 [prefills]: blocks of each, ⌈query length / 8⌉.
+    /// `s32 [prefills]`: blocks of each, ⌈query length / 8⌉.
     pub nums: Vec<i32>,
     /// Sum of `nums`.
     pub total: u32,
-    /// s32 [total]: the prefill of each program (the head of the field's `batch_ptr`).
+    /// `s32 [total]`: the prefill of each program (the head of the field's `batch_ptr`).
     pub prefill_of_program: Vec<i32>,
-    /// s32 [total]: the block within that prefill (the head of `token_chunk_offset_ptr`).
+    /// `s32 [total]`: the block within that prefill (the head of `token_chunk_offset_ptr`).
     pub block_of_program: Vec<i32>,
     /// Length of the field's two buffers, which are filled with −1 behind `total`: 2 · max(1024, total).
     pub padded_len: u32,
 }
 
-/// Plans the causal convolution over prefills with query starts s32 [prefills + 1], from 0.
+/// Plans the causal convolution over prefills with query starts `s32 [prefills + 1]`, from 0.
 /// (vLLM 0.33 `compute_causal_conv1d_metadata`.)
 #[must_use]
 pub fn compute_causal_conv1d_metadata(query_start_loc_p: &[i32]) -> CausalConv1dPlan {
@@ -53,13 +53,13 @@ pub fn compute_causal_conv1d_metadata(query_start_loc_p: &[i32]) -> CausalConv1d
 /// Chunks of a chunked scan over prefills.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScanChunks {
-    /// s32 [chunks + 1]: running sum of chunk lengths, from 0.
+    /// `s32 [chunks + 1]`: running sum of chunk lengths, from 0.
     pub cu_chunk_seqlen: Vec<i32>,
-    /// s32 [chunks]: the prefill of each chunk.
+    /// `s32 [chunks]`: the prefill of each chunk.
     pub seq_idx: Vec<i32>,
-    /// s32 [prefills]: the last chunk of each.
+    /// `s32 [prefills]`: the last chunk of each.
     pub last_chunk_indices: Vec<i32>,
-    /// s32 [prefills]: the chunk at whose end the state is kept as a checkpoint, or −1.
+    /// `s32 [prefills]`: the chunk at whose end the state is kept as a checkpoint, or −1.
     pub checkpoint_chunk_indices: Vec<i32>,
 }
 
@@ -67,8 +67,8 @@ pub struct ScanChunks {
 /// begins inside a chunk first completes it, then come whole chunks, then the rest. A checkpoint offset inside a prefill
 /// ends a chunk too. (vLLM 0.33 `BaseMambaAttentionMetadataBuilder._compute_chunk_metadata`.)
 ///
-/// `num_computed_tokens_p` is s32 [prefills], `query_start_loc_p` s32 [prefills + 1] from 0, `checkpoint_offsets_p`
-/// s32 [prefills] (tokens from the prefill's first; 0: none) or empty.
+/// `num_computed_tokens_p` is `s32 [prefills]`, `query_start_loc_p` `s32 [prefills + 1]` from 0, `checkpoint_offsets_p`
+/// `s32 [prefills]` (tokens from the prefill's first; 0: none) or empty.
 ///
 /// # Panics
 /// If `chunk_size` is not above 0.
@@ -125,15 +125,15 @@ pub fn mamba_compute_chunk_metadata(
 /// Chunks that end on multiples of `chunk_size` *of the flattened tokens*, and at every sequence end.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VarlenChunks {
-    /// s32 [chunks + 1]: running sum of chunk lengths, from 0.
+    /// `s32 [chunks + 1]`: running sum of chunk lengths, from 0.
     pub cu_chunk_seqlens: Vec<i32>,
-    /// s32 [R]: the last chunk of each row; −1 for a row without tokens.
+    /// `s32 [R]`: the last chunk of each row; −1 for a row without tokens.
     pub last_chunk_indices: Vec<i32>,
-    /// s32 [chunks]: the row of each chunk.
+    /// `s32 [chunks]`: the row of each chunk.
     pub seq_idx_chunks: Vec<i32>,
 }
 
-/// Cuts rows with query starts s32 [R + 1] into chunks on the grid of flattened token positions.
+/// Cuts rows with query starts `s32 [R + 1]` into chunks on the grid of flattened token positions.
 /// (vLLM 0.33 `mamba2_attn.compute_varlen_chunk_metadata`.)
 ///
 /// # Panics
@@ -174,9 +174,9 @@ pub fn mamba2_compute_varlen_chunk_metadata(
     out
 }
 
-/// Name of the extra with the tokens accepted in each row's last verification: device s32 [R], 1 in padded rows. Builders of
+/// Name of the extra with the tokens accepted in each row's last verification: device `s32 [R]`, 1 in padded rows. Builders of
 /// Mamba2, GDN and ShortConv take it.
 pub const NUM_ACCEPTED_TOKENS: &str = "num_accepted_tokens";
-/// Name of the extra with the draft tokens of each row: host s32 [R], −1 where the row is no verification. The same builders
+/// Name of the extra with the draft tokens of each row: host `s32 [R]`, −1 where the row is no verification. The same builders
 /// take it.
 pub const NUM_DECODE_DRAFT_TOKENS_CPU: &str = "num_decode_draft_tokens_cpu";

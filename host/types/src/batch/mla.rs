@@ -47,15 +47,15 @@ pub struct ContextChunkPlan {
     pub request_start: u32,
     /// One past the last prefill.
     pub request_end: u32,
-    /// s32 [n]: first context token of each.
+    /// `s32 [n]`: first context token of each.
     pub starts: Vec<i32>,
-    /// s32 [n]: context tokens of each.
+    /// `s32 [n]`: context tokens of each.
     pub seq_lens: Vec<i32>,
     /// Does the first prefill go on from the chunk before? Only the first can.
     pub is_continuation: bool,
 }
 
-/// Plans the chunks of prefills' contexts (`context_lens`, s32 [prefills]) through a workspace.
+/// Plans the chunks of prefills' contexts (`context_lens`, `s32 [prefills]`) through a workspace.
 ///
 /// Requests are walked in order. A request's remaining context joins the chunk whole if its rows fit; otherwise the largest
 /// aligned piece that fits joins, and the chunk closes. A request without context ends a run. Each context is covered once,

@@ -41,7 +41,7 @@ macro_rules! with_divisor {
     };
 }
 
-/// Pages that each sequence occupies: ⌈len / page_size⌉, s32 [R]. `out` is cleared first.
+/// Pages that each sequence occupies: ⌈len / page_size⌉, `s32 [R]`. `out` is cleared first.
 ///
 /// # Panics
 /// If `page_size` is 0 or above 2^30.
@@ -59,7 +59,7 @@ pub fn page_counts_into(seq_lens: &[i32], page_size: u32, out: &mut Vec<i32>) {
     ));
 }
 
-/// Running sum of the page counts, s32 [R + 1], from 0: FlashInfer's `paged_kv_indptr`. `out` is cleared first. Returns the
+/// Running sum of the page counts, `s32 [R + 1]`, from 0: FlashInfer's `paged_kv_indptr`. `out` is cleared first. Returns the
 /// number of pages. A sum above s32 saturates: the returned count says so, and the verifier refuses it.
 ///
 /// # Panics
@@ -81,7 +81,7 @@ pub fn paged_kv_indptr_into(seq_lens: &[i32], page_size: u32, out: &mut Vec<i32>
     sum
 }
 
-/// Tokens in each sequence's last page, s32 [R]: 1..=page_size, 0 only for an empty sequence; a full last page is
+/// Tokens in each sequence's last page, `s32 [R]`: 1..=page_size, 0 only for an empty sequence; a full last page is
 /// `page_size`, not 0. FlashInfer's `paged_kv_last_page_len`. `out` is cleared first.
 ///
 /// # Panics
@@ -99,7 +99,7 @@ pub fn last_page_lens_into(seq_lens: &[i32], page_size: u32, out: &mut Vec<i32>)
     })));
 }
 
-/// This rank's share of each sequence under decode context parallelism, s32 [R]; `out` is cleared first.
+/// This rank's share of each sequence under decode context parallelism, `s32 [R]`; `out` is cleared first.
 ///
 /// Tokens are dealt to `dcp_size` ranks in runs of `interleave`: with base = len / interleave / dcp_size · interleave and
 /// rem = len − base · dcp_size, the share is base + clamp(rem − rank · interleave, 0, interleave). The shares of all ranks
@@ -132,7 +132,7 @@ pub fn dcp_local_seq_lens_into(
     })));
 }
 
-/// [`dcp_local_seq_lens_into`] of every rank, s32 [R, dcp_size], row-major.
+/// [`dcp_local_seq_lens_into`] of every rank, `s32 [R, dcp_size]`, row-major.
 ///
 /// # Panics
 /// If `dcp_size · interleave` is 0 or above 2^30.
