@@ -19,10 +19,7 @@ pub(super) struct StepShape {
     pub(super) width: u32,
 }
 
-/// The defaults, for a cache of `block_size` tokens a page, `num_kv_heads` heads of `head_size`:
-/// full attention in bfloat16 as LBNHC, as many query heads as KV heads, scale 1/√head_size, no window, no soft cap; the
-/// scheduler's limits 256 requests, 8,192 tokens and 32,768 positions, or the step's own where those are larger; no graphs,
-/// one rank, a CPU with one worker; at most 32 KV splits.
+/// The defaults; `StepDescription::validate` documents them.
 pub(super) fn default_config(spec: KvCacheSpec, shape: &StepShape) -> BuilderConfig {
     let scale = 1.0 / f64::from(spec.head_size.max(1)).sqrt();
     BuilderConfig {

@@ -21,7 +21,7 @@ use crate::{
 };
 use fields::Fields;
 
-pub use json::metadata_to_json;
+pub use json::{JsonError, metadata_to_json};
 
 /// Why a description is no step.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -153,9 +153,12 @@ impl StepDescription {
     /// Required: query_start_loc, seq_lens, num_reqs, num_actual_tokens, max_query_len, max_seq_len, block_table (or
     /// block_table_tensor), slot_mapping, and kv_cache_spec with block_size, num_kv_heads and head_size. Defaults:
     /// query_start_loc_cpu and seq_lens_cpu_upper_bound are their device forms (also written "=seq_lens"), causal is true,
-    /// nothing prefills, everything else is absent; those of `config` stand at [`default_config`].
+    /// nothing prefills, everything else is absent.
     ///
-    /// [`default_config`]: config::default_config
+    /// `kv_cache_spec` and `config` are the contract's records in snake case; what they leave out is: full attention in
+    /// bfloat16, head_size_v as head_size; as many query heads as KV heads, scale 1/√head_size, no window, no soft cap, cache
+    /// dtype "auto" as LBNHC; the scheduler's limits 256 requests, 8,192 tokens and 32,768 positions, or the step's own where
+    /// those are larger; no graphs, one rank, a CPU with one worker; at most 32 KV splits; model runner V2.
     pub fn validate(&self) -> Result<DescribedStep, DescriptionError> {
         let fields = Fields::new(&self.object);
         let query_start_loc =

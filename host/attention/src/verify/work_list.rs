@@ -13,6 +13,11 @@ use super::{
     refusal::{Refusal, Rule, between, length},
 };
 
+/// The longest chunk, in keys: more than any sequence.
+const MAX_CHUNK: i64 = 1 << 30;
+/// The largest tile, in packed query rows: more than any kernel's.
+const MAX_TILE: i64 = 1 << 16;
+
 /// What the list must cover.
 pub(super) struct Demand<'a> {
     /// s32 [n + 1]: query starts of the part's rows, not rebased.
@@ -66,7 +71,9 @@ pub(super) fn verify(
             page.into(),
         ));
     }
-    between("cta_tile_q", *cta_tile_q, 1, i32::MAX)?;
+    // Bounded, so that no product of an index and a size leaves s32 in a kernel.
+    between("kv_chunk_size", *kv_chunk_size, page, MAX_CHUNK)?;
+    between("cta_tile_q", *cta_tile_q, 1, MAX_TILE)?;
     // The three columns of the list are equally long, and within the promise.
     if let Some(most) = demand.max_items {
         between("request_indices", items as i64, 0, most).map_err(|refusal| Refusal {

@@ -305,6 +305,14 @@ fn every_field_of_a_work_list_has_a_rule() {
             "cta_tile_q is 0, must be at least 1",
         ),
         (
+            |m| decode(m).work.cta_tile_q = 1 << 17,
+            "cta_tile_q is 131072, must be at most 65536",
+        ),
+        (
+            |m| decode(m).work.kv_chunk_size = 1 << 31,
+            "kv_chunk_size is 2147483648, must be at most 1073741824",
+        ),
+        (
             |m| decode(m).work.cta_tile_q = 2,
             "merge_indptr has 3 elements, must have 5",
         ),

@@ -105,7 +105,7 @@ fn captured_and_replayed_steps_are_within_the_promise() {
         }
     }
     // A step of two tokens a row is not what the graph was captured for.
-    let mut longer = replayed.clone();
+    let mut longer = replayed;
     longer.step.tensors.query_start_loc = vec![0, 2, 3, 4, 4];
     longer.step.cam.query_start_loc_cpu = vec![0, 2, 3, 4, 4];
     longer.step.cam.max_query_len = 2;
