@@ -1,6 +1,33 @@
-//! The engine: scheduler, KV blocks, step loop, and the model's layers other than attention.
+//! The engine: scheduler, KV blocks, persistent batch, step loop, and the model's layers other than attention.
+//!
+//! - [`engine::Engine`] is the step loop; [`handle::EngineHandle`] runs one on a thread of its own.
+//! - [`scheduler`], [`kv`] and [`batch`] make each step's rows, blocks and host tensors.
+//! - `attention` holds the layers' caches and impls, and each attention group's builder.
+//! - [`model`], [`tokenizer`], [`chat`] and [`sampling`] are everything that is not attention.
+//!
+//! The engine must never know how a builder makes its metadata, nor what a backend's kernels do with it.
 
+mod attention;
+pub mod batch;
 pub mod chat;
+pub mod config;
+pub mod engine;
+pub mod handle;
+pub mod kv;
+pub mod memory;
 pub mod model;
+pub mod output;
+pub mod request;
+pub mod runner;
 pub mod sampling;
+pub mod scheduler;
+pub mod timings;
 pub mod tokenizer;
+
+pub use attention::{StepError, backend_name};
+pub use config::{BuilderSource, CacheSize, EngineConfig, EngineError};
+pub use engine::Engine;
+pub use handle::{EngineHandle, RequestEvent, RequestStream};
+pub use output::{FinishReason, GenerationRequest, RequestError, RequestId, StepOutput};
+pub use runner::ModelRunner;
+pub use timings::{EngineStats, StepTimings};

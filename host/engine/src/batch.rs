@@ -1,0 +1,315 @@
+//! The persistent batch: a step's host tensors, kept between steps and changed only where the step differs.
+//!
+//! Owns every buffer that a step's `CommonAttentionMetadata` and `StepInputs` refer to. On the CPU device the host-side
+//! vectors and the "device" tensors of the step are the same memory. Block-table rows stay in place: a row whose occupant is
+//! the same as in the step before gets only its new blocks.
+//!
+//! The batch must never know which backend reads it, nor choose a token.
+
+use timetable_attention::{BlockTable, PAD_SLOT_ID, StepInputs, kernel_block::block_table_width};
+use timetable_types::{Causal, CommonAttentionMetadata};
+
+use crate::{kv::BlockId, request::Request};
+
+/// Sizes of the persistent buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchShape {
+    /// Rows at most.
+    pub max_num_seqs: usize,
+    /// Tokens at most.
+    pub max_num_batched_tokens: usize,
+    /// Tokens of a request at most.
+    pub max_model_len: usize,
+    /// Tokens of a block of the KV manager.
+    pub block_size: usize,
+    /// Tokens of a block of the table that kernels read; divides `block_size`.
+    pub kernel_block_size: usize,
+}
+
+/// A batch cannot be made of these sizes.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "KV cache blocks of {block_size} tokens cannot be split into kernel blocks of {kernel_block_size}: choose a --block-size \
+     that is a multiple of {kernel_block_size}"
+)]
+pub struct BlockSizeError {
+    /// Tokens of a block of the KV manager.
+    pub block_size: usize,
+    /// Tokens of a kernel block.
+    pub kernel_block_size: usize,
+}
+
+/// What one row brings to a step.
+#[derive(Clone, Copy, Debug)]
+pub struct BatchRow<'a> {
+    /// Index in the table of running requests.
+    pub req_idx: u32,
+    /// Names the occupant: a row with the same epoch as in the step before has the same blocks, or those and more.
+    pub epoch: u64,
+    /// Tokens whose keys and values are in the cache already.
+    pub num_computed: usize,
+    /// The tokens of this step.
+    pub tokens: &'a [u32],
+    /// The row's blocks in the manager's sizes. Tokens beyond them get no slot.
+    pub blocks: &'a [BlockId],
+    /// The field's `is_prefilling`.
+    pub is_prefilling: bool,
+    /// Does the model's output at the last token matter?
+    pub wants_logits: bool,
+}
+
+/// Which blocks a table row shows.
+#[derive(Clone, Copy, Default)]
+struct RowState {
+    epoch: u64,
+    num_blocks: usize,
+}
+
+/// The persistent batch of one KV cache group.
+pub struct InputBatch {
+    shape: BatchShape,
+    ratio: usize,
+    width: usize,
+    common: CommonAttentionMetadata,
+    table: Vec<i32>,
+    rows: Vec<RowState>,
+    token_ids: Vec<u32>,
+    positions: Vec<i64>,
+    slot_mapping: Vec<i64>,
+    logits_rows: Vec<usize>,
+    num_unslotted: usize,
+}
+
+impl InputBatch {
+    /// Allocates everything that steps use.
+    pub fn new(shape: BatchShape) -> Result<Self, BlockSizeError> {
+        let BatchShape {
+            block_size,
+            kernel_block_size,
+            ..
+        } = shape;
+        if kernel_block_size == 0
+            || block_size == 0
+            || !block_size.is_multiple_of(kernel_block_size)
+        {
+            return Err(BlockSizeError {
+                block_size,
+                kernel_block_size,
+            });
+        }
+        let ratio = block_size / kernel_block_size;
+        let max_num_blocks = shape.max_model_len.div_ceil(block_size);
+        let width = block_table_width(max_num_blocks as u32, block_size as u32) as usize * ratio;
+        let (max_rows, max_tokens) = (shape.max_num_seqs, shape.max_num_batched_tokens);
+        Ok(Self {
+            ratio,
+            width,
+            common: CommonAttentionMetadata {
+                num_reqs: 0,
+                num_actual_tokens: 0,
+                max_query_len: 0,
+                max_seq_len: 0,
+                causal: Causal::All(true),
+                block_table_width: width as u32,
+                slot_mapping_len: 0,
+                query_start_loc_cpu: Vec::with_capacity(max_rows + 1),
+                seq_lens_cpu_upper_bound: Vec::with_capacity(max_rows),
+                is_prefilling: Vec::with_capacity(max_rows),
+                dcp: None,
+                encoder: None,
+                fast_prefill: None,
+                req_idx: Vec::with_capacity(max_rows),
+                mm_req_doc_ranges: Vec::new(),
+                replayssm_decode_base_cpu: Vec::new(),
+                extras: Vec::new(),
+            },
+            table: vec![0; max_rows * width],
+            rows: vec![RowState::default(); max_rows],
+            token_ids: Vec::with_capacity(max_tokens),
+            positions: Vec::with_capacity(max_tokens),
+            slot_mapping: Vec::with_capacity(max_tokens),
+            logits_rows: Vec::with_capacity(max_rows),
+            num_unslotted: 0,
+            shape,
+        })
+    }
+
+    /// Starts a step: no rows.
+    pub fn begin(&mut self) {
+        let common = &mut self.common;
+        common.num_reqs = 0;
+        common.num_actual_tokens = 0;
+        common.max_query_len = 0;
+        common.max_seq_len = 0;
+        common.slot_mapping_len = 0;
+        common.query_start_loc_cpu.clear();
+        common.query_start_loc_cpu.push(0);
+        common.seq_lens_cpu_upper_bound.clear();
+        common.is_prefilling.clear();
+        common.req_idx.clear();
+        self.token_ids.clear();
+        self.positions.clear();
+        self.slot_mapping.clear();
+        self.logits_rows.clear();
+        self.num_unslotted = 0;
+    }
+
+    /// Adds a row.
+    ///
+    /// # Panics
+    /// If there are more rows or tokens than the batch was made for.
+    pub fn push(&mut self, row: &BatchRow<'_>) {
+        let index = self.common.num_reqs as usize;
+        let num_tokens = row.tokens.len();
+        assert!(index < self.shape.max_num_seqs, "a row beyond max_num_seqs");
+        assert!(
+            self.token_ids.len() + num_tokens <= self.shape.max_num_batched_tokens,
+            "tokens beyond max_num_batched_tokens"
+        );
+        let seq_len = row.num_computed + num_tokens;
+        self.write_table_row(index, row);
+        self.token_ids.extend_from_slice(row.tokens);
+        self.write_positions(row.num_computed, seq_len, row.blocks);
+        if row.wants_logits {
+            self.logits_rows.push(self.token_ids.len() - 1);
+        }
+        let common = &mut self.common;
+        common.num_reqs += 1;
+        common.num_actual_tokens = self.token_ids.len() as u32;
+        common.slot_mapping_len = common.num_actual_tokens;
+        common.max_query_len = common.max_query_len.max(num_tokens as u32);
+        common.max_seq_len = common.max_seq_len.max(seq_len as u32);
+        common
+            .query_start_loc_cpu
+            .push(common.num_actual_tokens as i32);
+        common.seq_lens_cpu_upper_bound.push(seq_len as i32);
+        common.is_prefilling.push(u8::from(row.is_prefilling));
+        common.req_idx.push(row.req_idx);
+    }
+
+    /// Adds the row of a scheduled request: its next `num_tokens` tokens.
+    ///
+    /// # Panics
+    /// If the request is not running, or as [`InputBatch::push`].
+    pub fn push_scheduled(&mut self, request: &Request, num_tokens: usize) {
+        let end = request.num_computed + num_tokens;
+        self.push(&BatchRow {
+            req_idx: request.slot.expect("a scheduled request has a slot"),
+            epoch: request.epoch,
+            num_computed: request.num_computed,
+            tokens: &request.tokens[request.num_computed..end],
+            blocks: &request.blocks.ids,
+            is_prefilling: request.is_prefilling(),
+            wants_logits: end == request.tokens.len(),
+        });
+    }
+
+    /// Block b of the manager is blocks b·ratio .. (b + 1)·ratio of the kernels' table.
+    fn write_table_row(&mut self, index: usize, row: &BatchRow<'_>) {
+        let most = self.width / self.ratio;
+        let num_blocks = row.blocks.len().min(most);
+        let state = &mut self.rows[index];
+        let first = if state.epoch == row.epoch {
+            state.num_blocks.min(num_blocks)
+        } else {
+            0
+        };
+        let dirty = state.num_blocks;
+        *state = RowState {
+            epoch: row.epoch,
+            num_blocks,
+        };
+        let table = &mut self.table[index * self.width..(index + 1) * self.width];
+        let ratio = self.ratio as i32;
+        let columns = table[first * self.ratio..].chunks_exact_mut(self.ratio);
+        for (entries, &block) in columns.zip(&row.blocks[first..num_blocks]) {
+            for (offset, entry) in entries.iter_mut().enumerate() {
+                *entry = block as i32 * ratio + offset as i32;
+            }
+        }
+        if dirty > num_blocks {
+            table[num_blocks * self.ratio..dirty * self.ratio].fill(0);
+        }
+    }
+
+    /// slot = block · block_size + offset, with the manager's sizes: the same linear slot as with the kernels' (attention
+    /// facts, 7.7). A token beyond the row's blocks has no slot.
+    fn write_positions(&mut self, start: usize, end: usize, blocks: &[BlockId]) {
+        let block_size = self.shape.block_size;
+        self.positions.extend(start as i64..end as i64);
+        let mut position = start;
+        while position < end {
+            let column = position / block_size;
+            let stop = ((column + 1) * block_size).min(end);
+            match blocks.get(column) {
+                Some(&block) => {
+                    let first = block as usize * block_size + position % block_size;
+                    let slots = first as i64..(first + stop - position) as i64;
+                    self.slot_mapping.extend(slots);
+                }
+                None => {
+                    self.num_unslotted += stop - position;
+                    self.slot_mapping
+                        .extend(std::iter::repeat_n(PAD_SLOT_ID, stop - position));
+                }
+            }
+            position = stop;
+        }
+    }
+
+    /// The host-side part of the step, for builders.
+    pub fn common(&self) -> &CommonAttentionMetadata {
+        &self.common
+    }
+
+    /// The step's tensors.
+    pub fn inputs(&self) -> StepInputs<'_> {
+        let rows = self.common.num_reqs as usize;
+        StepInputs {
+            query_start_loc: &self.common.query_start_loc_cpu,
+            seq_lens: &self.common.seq_lens_cpu_upper_bound,
+            block_table: BlockTable {
+                data: &self.table[..rows * self.width],
+                width: self.width,
+            },
+            slot_mapping: &self.slot_mapping,
+            positions: &self.positions,
+            causal: None,
+            dcp_local_seq_lens: None,
+            encoder_seq_lens: None,
+            logits_indices_padded: None,
+            rswa_prefix_lens: None,
+            extras: &[],
+        }
+    }
+
+    /// u32 [T]: the step's token ids.
+    pub fn token_ids(&self) -> &[u32] {
+        &self.token_ids
+    }
+
+    /// s64 [T]: the step's positions.
+    pub fn positions(&self) -> &[i64] {
+        &self.positions
+    }
+
+    /// Indexes of the tokens whose logits are wanted, in row order.
+    pub fn logits_rows(&self) -> &[usize] {
+        &self.logits_rows
+    }
+
+    /// Tokens of the step that have no slot: 0 unless a row's blocks do not reach its length.
+    pub fn num_unslotted(&self) -> usize {
+        self.num_unslotted
+    }
+
+    /// Tokens of a block of the kernels' table.
+    pub fn kernel_block_size(&self) -> usize {
+        self.shape.kernel_block_size
+    }
+
+    /// Columns of the kernels' table.
+    pub fn table_width(&self) -> usize {
+        self.width
+    }
+}

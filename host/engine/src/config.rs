@@ -1,0 +1,187 @@
+//! How an engine is set up, and what can be wrong with that.
+
+use timetable_attention::{BuildFault, MetadataBuilder};
+use timetable_device::cpu::{CacheDtype, ImplError};
+use timetable_sandbox::{Component, ReloadError};
+use timetable_types::{BuildError, BuilderConfig, Family};
+
+use crate::{batch::BlockSizeError, model::ModelError};
+
+/// How large the KV cache is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum CacheSize {
+    /// So many blocks, the null block included.
+    Blocks(usize),
+    /// What remains of this fraction of the machine's memory (or of the control group's limit) after a profile run.
+    MemoryFraction(f64),
+}
+
+/// An engine's settings. Names are the field's.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EngineConfig {
+    /// The family of metadata that the layers read: FLASH_ATTN or FLASHINFER.
+    pub attention_backend: Family,
+    /// Requests of one step.
+    pub max_num_seqs: usize,
+    /// Tokens of one step.
+    pub max_num_batched_tokens: usize,
+    /// Tokens of one request; none: what the model was made for.
+    pub max_model_len: Option<usize>,
+    /// Tokens of one KV block.
+    pub block_size: usize,
+    /// Tokens of one block of the kernels' table; none: `block_size`.
+    pub kernel_block_size: Option<usize>,
+    /// Share the blocks of equal prefixes.
+    pub enable_prefix_caching: bool,
+    /// Elements of the KV cache.
+    pub kv_cache_dtype: CacheDtype,
+    /// Size of the KV cache.
+    pub cache_size: CacheSize,
+    /// The most KV splits of one request that a builder may choose.
+    pub max_num_splits: u32,
+    /// Workers that a builder may plan for.
+    pub num_workers: u32,
+    /// Options of the builder's own.
+    pub builder_options: Vec<(String, String)>,
+}
+
+impl Default for EngineConfig {
+    /// FLASH_ATTN, 256 requests, 2,048 tokens, blocks of 16 tokens, f32, prefix caching, 40 % of memory.
+    fn default() -> Self {
+        Self {
+            attention_backend: Family::FlashAttn,
+            max_num_seqs: 256,
+            max_num_batched_tokens: 2048,
+            max_model_len: None,
+            block_size: 16,
+            kernel_block_size: None,
+            enable_prefix_caching: true,
+            kv_cache_dtype: CacheDtype::F32,
+            cache_size: CacheSize::MemoryFraction(0.4),
+            max_num_splits: 32,
+            num_workers: std::thread::available_parallelism().map_or(1, |n| n.get() as u32),
+            builder_options: Vec::new(),
+        }
+    }
+}
+
+/// Makes a native builder for a group.
+pub type NativeBuilderFactory =
+    Box<dyn Fn(&BuilderConfig) -> Result<Box<dyn MetadataBuilder>, BuildFault> + Send>;
+
+/// Who builds the metadata of every attention group.
+pub enum BuilderSource {
+    /// The backend's plain builder; a component can be loaded later.
+    Plain,
+    /// A component, replaceable while requests run.
+    Component {
+        /// Loaded.
+        component: Component,
+        /// Where it came from, for people.
+        origin: String,
+    },
+    /// Native code, not sandboxed and not replaceable; the plain builder stands behind it. For benchmarks and comparison.
+    Native(NativeBuilderFactory),
+}
+
+/// Why no engine was made.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// A setting out of range.
+    #[error("{name} is {value}: {remedy}")]
+    Setting {
+        /// Which.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What is accepted.
+        remedy: &'static str,
+    },
+    /// Block sizes that do not divide.
+    #[error(transparent)]
+    BlockSize(#[from] BlockSizeError),
+    /// A layer cannot run.
+    #[error(transparent)]
+    Layer(#[from] ImplError),
+    /// There is no plain builder to fall back to.
+    #[error("no plain builder: {}", .0.message)]
+    Plain(BuildError),
+    /// The component does not fit.
+    #[error(transparent)]
+    Component(#[from] ReloadError),
+    /// The native builder could not be made.
+    #[error("the native builder: {0}")]
+    Native(BuildFault),
+    /// The profile run failed.
+    #[error("the profile run failed: {0}")]
+    Profile(ModelError),
+    /// The profile run left no memory.
+    #[error(
+        "no memory for the KV cache: {fraction} of {total} bytes is {budget}, and {used} are in use after a profile run of \
+         {tokens} tokens: raise the fraction, lower max_num_batched_tokens, or choose a smaller model"
+    )]
+    NoMemory {
+        /// As configured.
+        fraction: f64,
+        /// The machine's memory or the control group's limit.
+        total: u64,
+        /// The fraction of it.
+        budget: u64,
+        /// Resident after the profile run.
+        used: u64,
+        /// Tokens of the profile run.
+        tokens: usize,
+    },
+}
+
+impl EngineConfig {
+    pub(crate) fn check(&self, max_position_embeddings: usize) -> Result<(), EngineError> {
+        let refuse = |name, value: String, remedy| {
+            Err(EngineError::Setting {
+                name,
+                value,
+                remedy,
+            })
+        };
+        for (name, value) in [
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+            ("block_size", self.block_size),
+            ("kernel_block_size", self.kernel_block_size.unwrap_or(1)),
+            ("max_num_splits", self.max_num_splits as usize),
+            ("num_workers", self.num_workers as usize),
+        ] {
+            if value == 0 {
+                return refuse(name, "0".into(), "it must be at least 1");
+            }
+        }
+        if self.max_num_batched_tokens > 1 << 20 || self.max_num_seqs > 1 << 16 {
+            let value = format!("{} x {}", self.max_num_seqs, self.max_num_batched_tokens);
+            let name = "max_num_seqs x max_num_batched_tokens";
+            return refuse(name, value, "at most 65536 requests and 1048576 tokens");
+        }
+        match self.max_model_len {
+            Some(len) if len < 2 => {
+                return refuse("max_model_len", len.to_string(), "it must be at least 2");
+            }
+            Some(len) if len > max_position_embeddings => {
+                let remedy = "it must not exceed the context that the model was made for (max_position_embeddings)";
+                return refuse("max_model_len", len.to_string(), remedy);
+            }
+            _ => {}
+        }
+        match self.cache_size {
+            CacheSize::Blocks(blocks) if !(2..i32::MAX as usize).contains(&blocks) => refuse(
+                "num_blocks",
+                blocks.to_string(),
+                "the null block and at least one more, fewer than 2^31",
+            ),
+            CacheSize::MemoryFraction(fraction) if !(fraction > 0.0 && fraction <= 1.0) => refuse(
+                "memory fraction",
+                fraction.to_string(),
+                "give a number above 0 and at most 1",
+            ),
+            _ => Ok(()),
+        }
+    }
+}

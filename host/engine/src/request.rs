@@ -1,0 +1,83 @@
+//! One request as the scheduler sees it: its tokens, how many of them have keys and values, and the blocks that hold those.
+//!
+//! This module must never know text, sampling or who is waiting for the answer.
+
+use crate::kv::RequestBlocks;
+
+/// A request inside the scheduler: an index that is reused after the request has ended. Rows, samplers and streams are found
+/// by it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestKey(pub u32);
+
+impl RequestKey {
+    /// As an index.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// State of one request.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Prompt, then output.
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) prompt_len: usize,
+    /// Tokens known when the request was (re)admitted: those before it are prefill.
+    pub(crate) prefill_len: usize,
+    pub(crate) num_computed: usize,
+    /// No further token once there are this many.
+    pub(crate) max_total_tokens: usize,
+    pub(crate) blocks: RequestBlocks,
+    /// Index in the table of running requests (`req_idx`); none while waiting.
+    pub(crate) slot: Option<u32>,
+    /// Changes with each admission, so that a table row knows when its occupant's blocks are others.
+    pub(crate) epoch: u64,
+    pub(crate) num_preemptions: u32,
+}
+
+impl Request {
+    /// Prompt, then output.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Tokens of the prompt.
+    pub fn prompt_len(&self) -> usize {
+        self.prompt_len
+    }
+
+    /// Tokens after the prompt.
+    pub fn output(&self) -> &[u32] {
+        &self.tokens[self.prompt_len..]
+    }
+
+    /// Tokens whose keys and values are in the cache.
+    pub fn num_computed(&self) -> usize {
+        self.num_computed
+    }
+
+    /// Blocks held, in the order of the tokens.
+    pub fn blocks(&self) -> &[u32] {
+        &self.blocks.ids
+    }
+
+    /// Index in the table of running requests; none while waiting.
+    pub fn slot(&self) -> Option<u32> {
+        self.slot
+    }
+
+    /// Does the next step compute tokens that were known at admission? The field's `is_prefilling`.
+    pub fn is_prefilling(&self) -> bool {
+        self.num_computed < self.prefill_len
+    }
+
+    /// How often it lost its blocks to another.
+    pub fn num_preemptions(&self) -> u32 {
+        self.num_preemptions
+    }
+
+    /// Is there no room for another token, by its own limit or the context's?
+    pub fn is_at_limit(&self) -> bool {
+        self.tokens.len() >= self.max_total_tokens
+    }
+}

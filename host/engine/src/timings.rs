@@ -1,0 +1,108 @@
+//! Where a step's time went. Numbers only: nothing is formatted while steps run.
+
+use std::{
+    ops::AddAssign,
+    time::{Duration, Instant},
+};
+
+/// Nanoseconds of the parts of one step, or of many.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepTimings {
+    /// Choosing rows and blocks.
+    pub schedule_ns: u64,
+    /// Tables, slots, positions, `CommonAttentionMetadata`.
+    pub batch_ns: u64,
+    /// The builders, a fallback in the same step included.
+    pub build_ns: u64,
+    /// The verifier: the step's tensors once, each group's metadata once.
+    pub verify_ns: u64,
+    /// Symbolic tensors resolved, schedules flattened for the layers.
+    pub prepare_ns: u64,
+    /// The model's forward pass: its layers, the scatter into the cache, attention.
+    pub model_ns: u64,
+    /// From logits to tokens.
+    pub sample_ns: u64,
+    /// Tokens appended, ends found, text made, updates written.
+    pub output_ns: u64,
+}
+
+impl StepTimings {
+    /// Everything that is not the model and not sampling.
+    pub fn host_ns(&self) -> u64 {
+        self.total_ns() - self.model_ns - self.sample_ns
+    }
+
+    /// All of it.
+    pub fn total_ns(&self) -> u64 {
+        self.schedule_ns
+            + self.batch_ns
+            + self.build_ns
+            + self.verify_ns
+            + self.prepare_ns
+            + self.model_ns
+            + self.sample_ns
+            + self.output_ns
+    }
+}
+
+impl AddAssign for StepTimings {
+    fn add_assign(&mut self, other: Self) {
+        self.schedule_ns += other.schedule_ns;
+        self.batch_ns += other.batch_ns;
+        self.build_ns += other.build_ns;
+        self.verify_ns += other.verify_ns;
+        self.prepare_ns += other.prepare_ns;
+        self.model_ns += other.model_ns;
+        self.sample_ns += other.sample_ns;
+        self.output_ns += other.output_ns;
+    }
+}
+
+/// What the engine has done since it started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineStats {
+    /// Steps with at least one row.
+    pub steps: u64,
+    /// Steps whose requests failed.
+    pub failed_steps: u64,
+    /// Steps in which some group was served by its plain builder after a fault in the same step.
+    pub fallback_steps: u64,
+    /// Tokens computed.
+    pub tokens_computed: u64,
+    /// Tokens sampled.
+    pub tokens_sampled: u64,
+    /// Times that a request lost its blocks to another.
+    pub preemptions: u64,
+    /// Prompt tokens looked up in the prefix cache.
+    pub prefix_queries: u64,
+    /// Prompt tokens found there.
+    pub prefix_hits: u64,
+    /// Requests that hold blocks.
+    pub running: usize,
+    /// Requests that wait.
+    pub waiting: usize,
+    /// The step before this moment.
+    pub last: StepTimings,
+    /// All steps.
+    pub total: StepTimings,
+}
+
+/// A clock that is read once per part.
+pub(crate) struct Lap(Instant);
+
+impl Lap {
+    pub(crate) fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    /// Time since the last call.
+    pub(crate) fn ns(&mut self) -> u64 {
+        let now = Instant::now();
+        let elapsed = now - std::mem::replace(&mut self.0, now);
+        nanoseconds(elapsed)
+    }
+}
+
+pub(crate) fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,122 @@
+//! The persistent batch: tables and slots agree, whatever was in the rows before.
+
+use proptest::prelude::*;
+use timetable_attention::PAD_SLOT_ID;
+use timetable_engine::batch::{BatchRow, BatchShape, InputBatch};
+
+fn shape(block_size: usize, kernel_block_size: usize) -> BatchShape {
+    BatchShape {
+        max_num_seqs: 8,
+        max_num_batched_tokens: 512,
+        max_model_len: 1024,
+        block_size,
+        kernel_block_size,
+    }
+}
+
+fn row<'a>(num_computed: usize, tokens: &'a [u32], blocks: &'a [u32]) -> BatchRow<'a> {
+    BatchRow {
+        req_idx: 0,
+        epoch: 1,
+        num_computed,
+        tokens,
+        blocks,
+        is_prefilling: false,
+        wants_logits: true,
+    }
+}
+
+/// Field case 6.
+#[test]
+fn case_6_a_token_beyond_its_row_of_blocks_has_no_slot() {
+    let mut batch = InputBatch::new(shape(4, 4)).unwrap();
+    batch.begin();
+    batch.push(&row(6, &[0; 4], &[7, 3]));
+    assert_eq!(
+        batch.inputs().slot_mapping,
+        [14, 15, PAD_SLOT_ID, PAD_SLOT_ID]
+    );
+    assert_eq!(batch.num_unslotted(), 2);
+    batch.begin();
+    batch.push(&row(3, &[0; 5], &[7, 3]));
+    assert_eq!(batch.inputs().slot_mapping, [31, 12, 13, 14, 15]);
+    assert_eq!(batch.num_unslotted(), 0);
+}
+
+/// Field case 9.
+#[test]
+fn case_9_manager_blocks_are_split_for_the_kernels() {
+    let mut batch = InputBatch::new(shape(256, 128)).unwrap();
+    batch.begin();
+    batch.push(&row(200, &[0], &[3]));
+    assert_eq!(batch.inputs().slot_mapping, [968]);
+    assert_eq!((968 / 128, 968 % 128), (7, 72));
+    assert_eq!(batch.inputs().block_table.row(0)[..2], [6, 7]);
+    batch.begin();
+    batch.push(&BatchRow {
+        epoch: 2,
+        ..row(400, &[0], &[5, 2])
+    });
+    assert_eq!(batch.inputs().block_table.row(0)[..4], [10, 11, 4, 5]);
+    let error = InputBatch::new(shape(200, 128)).err().unwrap();
+    assert!(
+        error.to_string().contains("200") && error.to_string().contains("128"),
+        "{error}"
+    );
+}
+
+proptest! {
+    /// However rows move between steps: a row shows its blocks, zeros after them; slots and positions follow from them.
+    #[test]
+    fn tables_and_slots_agree(
+        ratio in 1..4usize,
+        kernel in 1..9usize,
+        steps in prop::collection::vec(
+            prop::collection::vec((0..6u64, 1..40usize, 0..60usize), 0..8),
+            1..12,
+        ),
+    ) {
+        let block_size = ratio * kernel;
+        let mut batch = InputBatch::new(shape(block_size, kernel)).unwrap();
+        // One growing request per epoch: its blocks are a function of the epoch, so that growth only appends.
+        let blocks = |epoch: u64, len: usize| -> Vec<u32> {
+            (0..len.div_ceil(block_size) as u32).map(|index| 1 + epoch as u32 * 200 + index).collect()
+        };
+        for rows in steps {
+            batch.begin();
+            let mut seen = std::collections::HashSet::new();
+            let rows: Vec<_> = rows.into_iter().filter(|row| seen.insert(row.0)).collect();
+            for &(epoch, num_tokens, num_computed) in &rows {
+                let tokens: Vec<u32> = (0..num_tokens as u32).collect();
+                batch.push(&BatchRow {
+                    epoch: epoch + 1,
+                    ..row(num_computed, &tokens, &blocks(epoch, num_computed + num_tokens))
+                });
+            }
+            let inputs = batch.inputs();
+            let mut token = 0;
+            for (index, &(epoch, num_tokens, num_computed)) in rows.iter().enumerate() {
+                let seq_len = num_computed + num_tokens;
+                let table = inputs.block_table.row(index);
+                let held = blocks(epoch, seq_len);
+                for (column, &entry) in table.iter().enumerate() {
+                    let expected = held
+                        .get(column / ratio)
+                        .map_or(0, |&block| block as usize * ratio + column % ratio);
+                    prop_assert_eq!(entry as usize, expected, "row {} column {}", index, column);
+                }
+                prop_assert_eq!(inputs.query_start_loc[index] as usize, token);
+                prop_assert_eq!(inputs.seq_lens[index] as usize, seq_len);
+                for position in num_computed..seq_len {
+                    prop_assert_eq!(inputs.positions[token], position as i64);
+                    let slot = table[position / kernel] as usize * kernel + position % kernel;
+                    prop_assert_eq!(inputs.slot_mapping[token], slot as i64);
+                    token += 1;
+                }
+                prop_assert_eq!(batch.logits_rows()[index], token - 1);
+            }
+            prop_assert_eq!(inputs.slot_mapping.len(), token);
+            prop_assert_eq!(*inputs.query_start_loc.last().unwrap() as usize, token);
+        }
+    }
+}
