@@ -112,11 +112,8 @@ impl PlainFlashinfer {
             page_size: page,
             causal,
             sm_scale: attention.scale,
-            window_left: match (attention.sliding_windows.first(), spec.sliding_window) {
-                (_, Some(window)) => window as i32 - 1,
-                (Some(&left), None) => left,
-                (None, None) => -1,
-            },
+            // The spec counts the current token too.
+            window_left: spec.sliding_window.map_or(-1, |window| window as i32 - 1),
             logits_soft_cap: attention.logits_soft_cap,
             q_data_type: attention.model_dtype,
             kv_data_type: self.kv_data_type(),

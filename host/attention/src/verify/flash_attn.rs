@@ -326,7 +326,7 @@ fn scheduler_call(
     configured("causal", holds, i64::from(*causal), i64::from(flag))?;
     let (left, right) = *window_size;
     let configured_window =
-        window_is_configured(ctx, left) && (right == -1 || right == 0 || right == left);
+        is_window_of_model(ctx, left) && (right == -1 || right == 0 || right == left);
     configured("window_size", configured_window, left.into(), -1)?;
     equal("num_splits", *num_splits, metadata.max_num_splits)?;
     // The field's buffer: one counter, and four entries for each row of the largest batch, rounded up to four rows.
@@ -339,14 +339,20 @@ fn scheduler_call(
     between("scheduler_metadata_len", *scheduler_metadata_len, 0, room)
 }
 
-/// Is `left` a window of this group, as the kernels count it (keys before the current one; −1 for all)?
-pub(super) fn window_is_configured(ctx: &VerifyContext<'_>, left: i32) -> bool {
-    let windows = &ctx.config.attention.sliding_windows;
+/// The group's window as kernels count it: keys before the current one, −1 for all. The spec counts the current token too.
+pub(super) fn group_window(ctx: &VerifyContext<'_>) -> i32 {
     match ctx.config.kv_cache_spec.sliding_window {
-        Some(window) if i64::from(left) == i64::from(window) - 1 => true,
-        None if left == -1 && windows.is_empty() => true,
-        _ => windows.contains(&left),
+        Some(window) => i32::try_from(window).unwrap_or(i32::MAX) - 1,
+        None => -1,
     }
+}
+
+/// Is `left` the group's window, or one of the model's? The list of the model's may count the current token or not.
+fn is_window_of_model(ctx: &VerifyContext<'_>, left: i32) -> bool {
+    let windows = &ctx.config.attention.sliding_windows;
+    left == group_window(ctx)
+        || windows.contains(&left)
+        || (left >= 0 && windows.contains(&left.saturating_add(1)))
 }
 
 pub(super) fn is_fp8(dtype: Dtype) -> bool {

@@ -9,7 +9,7 @@ use timetable_types::{
 
 use super::{
     Grant, Scratch, VerifyContext,
-    flash_attn::{is_fp8, window_is_configured},
+    flash_attn::{group_window, is_fp8},
     lanes, reference,
     refusal::{Refusal, Rule, absent, between, configured, equal, length, present},
     row_reference,
@@ -248,11 +248,12 @@ fn verify_plan(
         *sm_scale as i64,
         attention.scale as i64,
     )?;
+    let window = group_window(ctx);
     configured(
         "window_left",
-        window_is_configured(ctx, *window_left),
+        *window_left == window,
         (*window_left).into(),
-        -1,
+        window.into(),
     )?;
     let cap = *logits_soft_cap == attention.logits_soft_cap;
     configured(
@@ -307,14 +308,14 @@ fn verify_plan(
     }
     // Selected pages are not where the window counts them to be: every selected key is needed then.
     let whole = matches!(paged_kv_indices, Tensor::GatherPages(_));
-    let one_window = attention.sliding_windows.len() <= 1 && whole && !sharded;
+    let by_window = whole && !sharded;
     let demand = Demand {
         query_starts: part.query_starts(ctx),
         key_lens: seq_lens,
         group_size: num_qo_heads / (*num_kv_heads).max(1),
         page_size: page,
         causal: *causal && !sharded,
-        window_left: if one_window { *window_left } else { -1 },
+        window_left: if by_window { *window_left } else { -1 },
         inexact_by: config.scheduler.num_speculative_tokens.into(),
         max_splits: ctx.max_splits_bound(),
         max_items: ctx.promise.map(|promise| promise.max_work_items),

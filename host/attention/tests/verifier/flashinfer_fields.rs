@@ -473,7 +473,7 @@ fn a_captured_graph_bounds_items_and_splits() {
 fn chunks_before_a_window_may_be_left_out() {
     let mut config = fixed_config();
     config.kv_cache_spec.sliding_window = Some(8);
-    config.attention.sliding_windows = vec![7];
+    config.attention.sliding_windows = vec![8];
     let without_first = |config| {
         let batch = fixed_batch(config);
         let mut record = good(&batch);

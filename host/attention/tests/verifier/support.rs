@@ -66,7 +66,7 @@ pub fn config(random: &mut Random) -> BuilderConfig {
             scale: 0.125,
             logits_soft_cap: random.chance(3).then_some(30.0),
             sliding_windows: sliding_window
-                .map(|window| window as i32 - 1)
+                .map(|window| window as i32)
                 .into_iter()
                 .collect(),
             model_dtype: Dtype::Bfloat16,
