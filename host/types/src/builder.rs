@@ -57,7 +57,7 @@ record! {
 }
 
 enumeration! {
-    /// MISSING error-kind
+    /// What a builder that declines a batch complains of; the field's ValueError, AssertionError and NotImplementedError.
     pub enum ErrorKind in "snake_case" {
         /// `invalid-value`
         InvalidValue as "invalid-value",

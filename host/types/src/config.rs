@@ -145,7 +145,7 @@ record! {
 }
 
 record! {
-    /// MISSING mamba-spec
+    /// What a cache of states says beyond its page.
     pub struct MambaSpec {
         /// `mamba_type`
         mamba_type as "mamba-type": MambaType,
@@ -207,7 +207,7 @@ record! {
 }
 
 record! {
-    /// MISSING cudagraph-config
+    /// The resolved CUDA graph mode, and the sizes that it captures.
     pub struct CudagraphConfig {
         /// `mode`
         mode as "mode": CudagraphMode,
@@ -219,7 +219,7 @@ record! {
 }
 
 record! {
-    /// MISSING parallel-config
+    /// Context parallelism: 1 and 0 where there is none.
     pub struct ParallelConfig {
         /// `dcp_world_size`
         dcp_world_size as "dcp-world-size": u32,

@@ -22,7 +22,7 @@ record! {
     pub struct Schedule {
         /// Largest entry of `num-splits`; at least 1, at most the launch promise.
         max_num_splits as "max-num-splits": u32,
-        /// s32 [R], each in 1..=max-num-splits. Empty: every row is 1.
+        /// `s32 [R]`, each in 1..=max-num-splits. Empty: every row is 1.
         num_splits as "num-splits": Vec<i32>,
         /// `tile_order`
         tile_order as "tile-order": TileOrder,
@@ -65,7 +65,7 @@ record! {
 }
 
 record! {
-    /// MISSING metadata
+    /// One step's metadata for FLASH_ATTN: the field's `FlashAttentionMetadata`, and the schedule.
     pub struct Metadata {
         /// `num_actual_tokens`
         num_actual_tokens as "num-actual-tokens": u32,
@@ -99,7 +99,7 @@ record! {
         max_num_splits as "max-num-splits": u32,
         /// `scheduler_metadata`
         scheduler_metadata as "scheduler-metadata": Option<SchedulerMetadataCall>,
-        /// s32 [T, 2], absolute [start, end] per scheduled token, (−1, −1) where none.
+        /// `s32 [T, 2]`, absolute [start, end] per scheduled token, (−1, −1) where none.
         mm_prefix_query_range as "mm-prefix-query-range": Option<Tensor>,
         /// `rswa_prefix_lens`
         rswa_prefix_lens as "rswa-prefix-lens": Option<Tensor>,

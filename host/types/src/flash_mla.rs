@@ -19,17 +19,17 @@ record! {
         is_continuation as "is-continuation": bool,
         /// `num_context_tokens`
         num_context_tokens as "num-context-tokens": u32,
-        /// s32 [n + 1], rebased to the chunk.
+        /// `s32 [n + 1]`, rebased to the chunk.
         query_start_loc as "query-start-loc": Vec<i32>,
         /// `max_query_len`
         max_query_len as "max-query-len": u32,
-        /// s32 [n + 1]: running sum of the chunk's context lengths.
+        /// `s32 [n + 1]`: running sum of the chunk's context lengths.
         cu_seq_lens as "cu-seq-lens": Vec<i32>,
-        /// s32 [n]: first context token of each request in this chunk.
+        /// `s32 [n]`: first context token of each request in this chunk.
         starts as "starts": Vec<i32>,
         /// `max_seq_len`
         max_seq_len as "max-seq-len": u32,
-        /// s32 [n]
+        /// `s32 [n]`
         seq_lens as "seq-lens": Vec<i32>,
         /// s32 [num-context-tokens]; `segment-ids` of cu-seq-lens.
         token_to_seq as "token-to-seq": Tensor,
@@ -43,7 +43,7 @@ record! {
 }
 
 record! {
-    /// MISSING dcp-context-chunk
+    /// What a chunk adds under decode context parallelism: every rank's share of its context, padded so that ranks agree.
     pub struct DcpContextChunk {
         /// `padded_local_seq_lens`
         padded_local_seq_lens as "padded-local-seq-lens": Vec<i32>,
@@ -59,9 +59,9 @@ record! {
 }
 
 record! {
-    /// MISSING chunked-context
+    /// The context of prefills, in chunks that the workspace holds one at a time.
     pub struct ChunkedContext {
-        /// s32 [prefills]
+        /// `s32 [prefills]`
         context_lens as "context-lens": Vec<i32>,
         /// [rows, latent rank + rotary part]
         workspace as "workspace": Scratch,
@@ -73,7 +73,7 @@ record! {
 }
 
 record! {
-    /// MISSING mla-prefill
+    /// The rows that prefill: the new tokens' attention, and the context's, chunk by chunk.
     pub struct MlaPrefill {
         /// `block_table`
         block_table as "block-table": Tensor,
@@ -87,7 +87,7 @@ record! {
         q_data_type as "q-data-type": Dtype,
         /// `output_dtype`
         output_dtype as "output-dtype": Dtype,
-        /// s32 [prefills]
+        /// `s32 [prefills]`
         query_lens_cpu as "query-lens-cpu": Vec<i32>,
         /// `use_dense_mha`
         use_dense_mha as "use-dense-mha": bool,
@@ -97,9 +97,9 @@ record! {
 record! {
     /// Tile schedule of FlashMLA's decode kernel.
     pub struct TileSchedule {
-        /// s32 [parts, 8]: first request, first block, last request, last block, first split, …
+        /// `s32 [parts, 8]`: first request, first block, last request, last block, first split, …
         tile_scheduler_metadata as "tile-scheduler-metadata": Tensor,
-        /// s32 [decodes + 1]: running sum of split counts.
+        /// `s32 [decodes + 1]`: running sum of split counts.
         num_splits as "num-splits": Tensor,
     }
 }
@@ -139,7 +139,7 @@ record! {
 }
 
 variant! {
-    /// MISSING decode-schedule
+    /// Who divides the keys of decodes among workers, and how.
     pub enum DecodeSchedule {
         /// The kernel decides at its first call.
         Lazy as "lazy",
@@ -151,7 +151,7 @@ variant! {
 }
 
 record! {
-    /// MISSING mla-decode
+    /// The rows that decode.
     pub struct MlaDecode {
         /// `block_table`
         block_table as "block-table": Tensor,
@@ -173,7 +173,7 @@ record! {
 }
 
 record! {
-    /// MISSING metadata
+    /// One step's metadata for FLASHMLA and its relatives: the field's `MLACommonMetadata`.
     pub struct Metadata {
         /// `num_reqs`
         num_reqs as "num-reqs": u32,

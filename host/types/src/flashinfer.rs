@@ -22,8 +22,8 @@ record! {
     /// The work list: what FlashInfer's plan() decides, typed. Impls execute it.
     ///
     /// Work item w is one tile of `cta-tile-q` packed query rows of request `request-indices[w]` against one chunk of
-    /// `kv-chunk-size` keys: query rows [q·tile, (q+1)·tile) with q = qo-tile-indices[w] (a packed row is one query token of
-    /// one of the query heads that share a KV head, token-major), keys [k·chunk, (k+1)·chunk) with k = kv-tile-indices[w],
+    /// `kv-chunk-size` keys: query rows [q·tile, (q+1)·tile) with q = `qo-tile-indices[w]` (a packed row is one query token of
+    /// one of the query heads that share a KV head, token-major), keys [k·chunk, (k+1)·chunk) with k = `kv-tile-indices[w]`,
     /// both cut to the request's own. Every (query tile, key chunk) of every request occurs exactly once; chunks wholly
     /// outside a sliding window or after the last causal key may be left out.
     /// Request indices are relative to the first row of this part.
@@ -38,9 +38,9 @@ record! {
         qo_tile_indices as "qo-tile-indices": Vec<i32>,
         /// `kv_tile_indices`
         kv_tile_indices as "kv-tile-indices": Vec<i32>,
-        /// s32 [workers + 1]: worker i executes items [i, i + 1) in order.
+        /// `s32 [workers + 1]`: worker i executes items [i, i + 1) in order.
         worker_indptr as "worker-indptr": Vec<i32>,
-        /// s32 [query tiles + 1], tiles in request order: how many partial results each tile merges, as a running sum.
+        /// `s32 [query tiles + 1]`, tiles in request order: how many partial results each tile merges, as a running sum.
         /// Partial results are merged in the order of their chunks.
         merge_indptr as "merge-indptr": Vec<i32>,
         /// Does any tile have more than one chunk?
@@ -53,15 +53,15 @@ record! {
     pub struct Plan {
         /// `function`
         function as "function": PlanFunction,
-        /// s32 [n + 1], rebased to this part.
+        /// `s32 [n + 1]`, rebased to this part.
         qo_indptr as "qo-indptr": Tensor,
-        /// s32 [n + 1]: running sum of each request's pages.
+        /// `s32 [n + 1]`: running sum of each request's pages.
         paged_kv_indptr as "paged-kv-indptr": Vec<i32>,
         /// s32: pages, by reference.
         paged_kv_indices as "paged-kv-indices": Tensor,
-        /// s32 [n]: keys in the last page, 1..=page size, 0 for a request without keys.
+        /// `s32 [n]`: keys in the last page, 1..=page size, 0 for a request without keys.
         paged_kv_last_page_len as "paged-kv-last-page-len": Vec<i32>,
-        /// s32 [n]: lengths of the keys.
+        /// `s32 [n]`: lengths of the keys.
         seq_lens as "seq-lens": Vec<i32>,
         /// `num_qo_heads`
         num_qo_heads as "num-qo-heads": u32,
@@ -101,7 +101,7 @@ record! {
 }
 
 enumeration! {
-    /// MISSING trtllm-kernel
+    /// The generated kernel that runs decodes.
     pub enum TrtllmKernel in "snake_case" {
         /// `xqa`
         Xqa as "xqa",
@@ -111,7 +111,7 @@ enumeration! {
 }
 
 record! {
-    /// MISSING trtllm-decode
+    /// Decodes without a plan: the field's `FlashInferTrtllmAPIDecode`.
     pub struct TrtllmDecode {
         /// `kernel`
         kernel as "kernel": TrtllmKernel,
@@ -133,7 +133,7 @@ record! {
 }
 
 record! {
-    /// MISSING trtllm-prefill
+    /// Prefills without a plan: the field's `TRTLLMPrefill`.
     pub struct TrtllmPrefill {
         /// `block_tables`
         block_tables as "block-tables": Tensor,
@@ -151,7 +151,7 @@ record! {
 }
 
 variant! {
-    /// MISSING decode
+    /// How the rows that decode are run.
     pub enum Decode {
         /// `wrapper`
         Wrapper as "wrapper" (Plan),
@@ -161,7 +161,7 @@ variant! {
 }
 
 variant! {
-    /// MISSING prefill
+    /// How the rows that prefill are run.
     pub enum Prefill {
         /// `wrapper`
         Wrapper as "wrapper" (Plan),
@@ -171,7 +171,7 @@ variant! {
 }
 
 record! {
-    /// MISSING metadata
+    /// One step's metadata for FLASHINFER: the field's `FlashInferMetadata`.
     pub struct Metadata {
         /// `kv_cache_layout`
         kv_cache_layout as "kv-cache-layout": KvCacheLayout,

@@ -9,7 +9,7 @@ record! {
     pub struct CausalConv1d {
         /// `block_m`
         block_m as "block-m": u32,
-        /// s32 [prefills]: chunks of each.
+        /// `s32 [prefills]`: chunks of each.
         nums as "nums": Vec<i32>,
         /// Sum of nums.
         total as "total": u32,
@@ -33,17 +33,17 @@ record! {
         num_decode_tokens as "num-decode-tokens": u32,
         /// `num_reqs`
         num_reqs as "num-reqs": u32,
-        /// bool [prefills]
+        /// `bool [prefills]`
         has_initial_states_p as "has-initial-states-p": Option<Tensor>,
-        /// s32 [prefills + 1], rebased.
+        /// `s32 [prefills + 1]`, rebased.
         query_start_loc_p as "query-start-loc-p": Option<Tensor>,
-        /// s32 [prefills]
+        /// `s32 [prefills]`
         state_indices_tensor_p as "state-indices-tensor-p": Tensor,
-        /// s32 [decodes] or [decodes, 1 + speculative tokens]
+        /// `s32 [decodes]` or [decodes, 1 + speculative tokens]
         state_indices_tensor_d as "state-indices-tensor-d": PaddedTensor,
         /// `query_start_loc_d`
         query_start_loc_d as "query-start-loc-d": Option<PaddedTensor>,
-        /// s32 [decodes]
+        /// `s32 [decodes]`
         num_accepted_tokens as "num-accepted-tokens": Option<PaddedTensor>,
         /// `seq_lens`
         seq_lens as "seq-lens": Tensor,
@@ -65,7 +65,7 @@ record! {
 }
 
 record! {
-    /// MISSING mamba2-metadata
+    /// MAMBA2: the common part, and the chunks of the prefills' scan.
     pub struct Mamba2Metadata {
         /// `base`
         base as "base": BaseMetadata,
@@ -73,11 +73,11 @@ record! {
         prep_initial_states as "prep-initial-states": bool,
         /// `chunk_size`
         chunk_size as "chunk-size": u32,
-        /// s32 [chunks]: the prefill of each chunk.
+        /// `s32 [chunks]`: the prefill of each chunk.
         seq_idx_p as "seq-idx-p": Vec<i32>,
-        /// s32 [chunks + 1]
+        /// `s32 [chunks + 1]`
         cu_chunk_seqlen_p as "cu-chunk-seqlen-p": Vec<i32>,
-        /// s32 [prefills]
+        /// `s32 [prefills]`
         last_chunk_indices_p as "last-chunk-indices-p": Vec<i32>,
         /// `replayssm`
         replayssm as "replayssm": Option<ReplayssmMetadata>,
@@ -85,7 +85,7 @@ record! {
 }
 
 record! {
-    /// MISSING gdn-metadata
+    /// GDN: rows that verify drafts, and the others, each with its own query starts and states.
     pub struct GdnMetadata {
         /// `num_prefills`
         num_prefills as "num-prefills": u32,
@@ -101,17 +101,17 @@ record! {
         num_spec_decode_tokens as "num-spec-decode-tokens": u32,
         /// `num_actual_tokens`
         num_actual_tokens as "num-actual-tokens": u32,
-        /// bool [rows without drafts]
+        /// `bool [rows without drafts]`
         has_initial_state as "has-initial-state": Option<Tensor>,
         /// `spec_query_start_loc`
         spec_query_start_loc as "spec-query-start-loc": Option<PaddedTensor>,
         /// `non_spec_query_start_loc`
         non_spec_query_start_loc as "non-spec-query-start-loc": Option<PaddedTensor>,
-        /// s32 [spec rows, 1 + speculative tokens]
+        /// `s32 [spec rows, 1 + speculative tokens]`
         spec_state_indices_tensor as "spec-state-indices-tensor": Option<PaddedTensor>,
         /// `non_spec_state_indices_tensor`
         non_spec_state_indices_tensor as "non-spec-state-indices-tensor": Option<PaddedTensor>,
-        /// bool [R], on the device and on the host.
+        /// `bool [R]`, on the device and on the host.
         spec_sequence_masks as "spec-sequence-masks": Option<PaddedTensor>,
         /// `spec_token_indx`
         spec_token_indx as "spec-token-indx": Option<Tensor>,
@@ -121,9 +121,9 @@ record! {
         num_accepted_tokens as "num-accepted-tokens": Option<PaddedTensor>,
         /// `uniform_spec_sequence_length`
         uniform_spec_sequence_length as "uniform-spec-sequence-length": Option<u32>,
-        /// s32 [chunks, 2]: (row, chunk of the row), row-major.
+        /// `s32 [chunks, 2]`: (row, chunk of the row), row-major.
         chunk_indices as "chunk-indices": Vec<i32>,
-        /// s32 [rows + 1]
+        /// `s32 [rows + 1]`
         chunk_offsets as "chunk-offsets": Vec<i32>,
         /// `prefill_query_start_loc`
         prefill_query_start_loc as "prefill-query-start-loc": Option<Tensor>,
@@ -137,7 +137,7 @@ record! {
 }
 
 record! {
-    /// MISSING linear-metadata
+    /// LINEAR: the split, and one state for each row.
     pub struct LinearMetadata {
         /// `num_prefills`
         num_prefills as "num-prefills": u32,
@@ -151,13 +151,13 @@ record! {
         query_start_loc as "query-start-loc": Tensor,
         /// `seq_lens`
         seq_lens as "seq-lens": Tensor,
-        /// s32 [R]
+        /// `s32 [R]`
         state_indices_tensor as "state-indices-tensor": Tensor,
     }
 }
 
 variant! {
-    /// MISSING metadata
+    /// One step's metadata of the stateful backends.
     pub enum Metadata {
         /// `mamba1`
         Mamba1 as "mamba1" (BaseMetadata),

@@ -5,25 +5,25 @@ use alloc::{string::String, vec::Vec};
 enumeration! {
     /// The host's device tensors of one step. R rows (requests), T tokens, W table columns.
     pub enum Input in "snake_case" {
-        /// s32 [R + 1]
+        /// `s32 [R + 1]`
         QueryStartLoc as "query-start-loc",
-        /// s32 [R]
+        /// `s32 [R]`
         SeqLens as "seq-lens",
-        /// s32 [R, W]
+        /// `s32 [R, W]`
         BlockTable as "block-table",
-        /// s64 [T]
+        /// `s64 [T]`
         SlotMapping as "slot-mapping",
-        /// s64 [T]
+        /// `s64 [T]`
         Positions as "positions",
-        /// s32 [R], only if `causal` is per request
+        /// `s32 [R]`, only if `causal` is per request
         Causal as "causal",
-        /// s32 [R]
+        /// `s32 [R]`
         DcpLocalSeqLens as "dcp-local-seq-lens",
-        /// s32 [R]
+        /// `s32 [R]`
         EncoderSeqLens as "encoder-seq-lens",
-        /// s32 [n]
+        /// `s32 [n]`
         LogitsIndicesPadded as "logits-indices-padded",
-        /// s32 [R]
+        /// `s32 [R]`
         RswaPrefixLens as "rswa-prefix-lens",
     }
 }
@@ -65,7 +65,7 @@ variant! {
 record! {
     /// Decode context parallelism.
     pub struct DcpInputs {
-        /// s32 [R], an upper bound of this rank's share of each length.
+        /// `s32 [R]`, an upper bound of this rank's share of each length.
         dcp_local_seq_lens_cpu_upper_bound as "dcp-local-seq-lens-cpu-upper-bound": Vec<i32>,
     }
 }
@@ -73,7 +73,7 @@ record! {
 record! {
     /// Cross attention.
     pub struct EncoderInputs {
-        /// s32 [R]
+        /// `s32 [R]`
         encoder_seq_lens_cpu as "encoder-seq-lens-cpu": Vec<i32>,
     }
 }
@@ -115,7 +115,7 @@ variant! {
 }
 
 record! {
-    /// MISSING extra
+    /// A model state's own field, by name.
     pub struct Extra {
         /// `name`
         name as "name": String,
@@ -142,9 +142,9 @@ record! {
         block_table_width as "block-table-width": u32,
         /// Length of `slot-mapping`.
         slot_mapping_len as "slot-mapping-len": u32,
-        /// s32 [R + 1]: starts at 0, never falls.
+        /// `s32 [R + 1]`: starts at 0, never falls.
         query_start_loc_cpu as "query-start-loc-cpu": Vec<i32>,
-        /// s32 [R]: at least the true lengths; exact for rows that prefill; 0 in padded rows.
+        /// `s32 [R]`: at least the true lengths; exact for rows that prefill; 0 in padded rows.
         seq_lens_cpu_upper_bound as "seq-lens-cpu-upper-bound": Vec<i32>,
         /// One byte per row, 0 or 1. May be shorter than R: rows beyond it are not prefilling.
         is_prefilling as "is-prefilling": Vec<u8>,
@@ -158,7 +158,7 @@ record! {
         req_idx as "req-idx": Vec<u32>,
         /// Empty: none.
         mm_req_doc_ranges as "mm-req-doc-ranges": Vec<MmDocRange>,
-        /// s32 [R]; empty: none.
+        /// `s32 [R]`; empty: none.
         replayssm_decode_base_cpu as "replayssm-decode-base-cpu": Vec<i32>,
         /// `extras`
         extras as "extras": Vec<Extra>,

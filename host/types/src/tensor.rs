@@ -15,7 +15,7 @@ record! {
 }
 
 record! {
-    /// MISSING tensor-slice
+    /// Rows [start, end) of a tensor of the host's.
     pub struct TensorSlice {
         /// `source`
         source as "source": Input,
@@ -27,7 +27,7 @@ record! {
 }
 
 record! {
-    /// Row-major s32 [rows, columns].
+    /// Row-major `s32 [rows, columns]`.
     pub struct Matrix {
         /// `rows`
         rows as "rows": u32,
@@ -49,7 +49,7 @@ record! {
 }
 
 record! {
-    /// MISSING page-selection
+    /// Chosen pages of each request, as columns of its own block-table row.
     pub struct PageSelection {
         /// `rows`
         rows as "rows": RowRange,
@@ -60,7 +60,7 @@ record! {
 }
 
 enumeration! {
-    /// MISSING dcp-source
+    /// Which lengths are divided among the ranks of decode context parallelism.
     pub enum DcpSource in "snake_case" {
         /// `seq-lens`
         SeqLens as "seq-lens",
@@ -70,7 +70,7 @@ enumeration! {
 }
 
 record! {
-    /// MISSING dcp-local
+    /// This rank's share of the lengths of `rows`.
     pub struct DcpLocal {
         /// `source`
         source as "source": DcpSource,
@@ -90,7 +90,7 @@ enumeration! {
 }
 
 record! {
-    /// MISSING state-gather
+    /// For each of `rows`, `width` state indices of its block-table row, from `column` on.
     pub struct StateGather {
         /// `rows`
         rows as "rows": Vec<u32>,
@@ -102,7 +102,7 @@ record! {
 }
 
 record! {
-    /// MISSING row-gather
+    /// Chosen rows of a tensor of the host's.
     pub struct RowGather {
         /// `source`
         source as "source": Input,
@@ -112,7 +112,7 @@ record! {
 }
 
 record! {
-    /// MISSING extra-gather
+    /// Chosen rows of a model state's own device field.
     pub struct ExtraGather {
         /// `name`
         name as "name": String,
@@ -143,38 +143,38 @@ variant! {
         Slice as "slice" (TensorSlice),
         /// A model state's own device field, whole.
         Extra as "extra" (String),
-        /// s32 [n], by value.
+        /// `s32 [n]`, by value.
         Values as "values" (Vec<i32>),
-        /// s32 [rows, columns], by value.
+        /// `s32 [rows, columns]`, by value.
         Matrix as "matrix" (Matrix),
         /// `scratch`
         Scratch as "scratch" (Scratch),
-        /// query_start_loc[start ..= end] − query_start_loc[start]; s32 [n + 1].
+        /// `query_start_loc[start ..= end] − query_start_loc[start]`; `s32 [n + 1]`.
         RebasedQueryStartLoc as "rebased-query-start-loc" (RowRange),
-        /// seq_lens − query_lens; s32 [n].
+        /// seq_lens − query_lens; `s32 [n]`.
         ContextLens as "context-lens" (RowRange),
-        /// 1 where seq_lens − query_lens > 0; bool [n].
+        /// 1 where seq_lens − query_lens > 0; `bool [n]`.
         HasContext as "has-context" (RowRange),
-        /// This rank's share of the lengths under decode context parallelism; s32 [n].
+        /// This rank's share of the lengths under decode context parallelism; `s32 [n]`.
         DcpLocal as "dcp-local" (DcpLocal),
-        /// 0, then the running sum of ceil(seq_len / block_size); s32 [n + 1].
+        /// 0, then the running sum of ceil(seq_len / block_size); `s32 [n + 1]`.
         CuPageCounts as "cu-page-counts" (RowRange),
         /// For each row the first `paged_kv_indptr[i + 1] − paged_kv_indptr[i]` entries of its block table, one after the
         /// other; s32. `paged_kv_indptr` is the sibling field.
         GatherPages as "gather-pages" (RowRange),
         /// As gather-pages, with chosen columns. Needs the operator's grant `subset`.
         SelectPages as "select-pages" (PageSelection),
-        /// block_table[row, column .. column + width]; s32 [rows, width].
+        /// `block_table[row, column .. column + width]`; `s32 [rows, width]`.
         StateIndices as "state-indices" (StateGather),
         /// Chosen rows of a tensor.
         Rows as "rows" (RowGather),
         /// Chosen rows of a model state's own device field.
         ExtraRows as "extra-rows" (ExtraGather),
-        /// 1 for the named rows, 0 elsewhere; bool [R].
+        /// 1 for the named rows, 0 elsewhere; `bool [R]`.
         RowMask as "row-mask" (Vec<u32>),
         /// The token indices of the named rows, one row after the other; s32.
         RowTokens as "row-tokens" (Vec<u32>),
-        /// For each token the row it belongs to; s32 [T].
+        /// For each token the row it belongs to; `s32 [T]`.
         TokenToRow as "token-to-row",
         /// 0, 0, …, 1, 1, …: the index of its segment for each element of the sibling `cu-seq-lens`; s32.
         SegmentIds as "segment-ids",

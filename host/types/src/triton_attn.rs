@@ -3,7 +3,7 @@
 use crate::{Causal, Scratch, Tensor};
 
 record! {
-    /// MISSING metadata
+    /// One step's metadata for TRITON_ATTN: the field's `TritonAttentionMetadata`.
     pub struct Metadata {
         /// `num_actual_tokens`
         num_actual_tokens as "num-actual-tokens": u32,
@@ -27,11 +27,11 @@ record! {
         num_par_softmax_segments as "num-par-softmax-segments": u32,
         /// f32 [threshold, heads, segments, next_pow2(head size)]
         softmax_segm_output as "softmax-segm-output": Scratch,
-        /// f32 [threshold, heads, segments]
+        /// `f32 [threshold, heads, segments]`
         softmax_segm_max as "softmax-segm-max": Scratch,
         /// `softmax_segm_expsum`
         softmax_segm_expsum as "softmax-segm-expsum": Scratch,
-        /// s32 [R, ranges, 2], 0-padded.
+        /// `s32 [R, ranges, 2]`, 0-padded.
         mm_prefix_range as "mm-prefix-range": Option<Tensor>,
         /// `rswa_prefix_lens`
         rswa_prefix_lens as "rswa-prefix-lens": Option<Tensor>,
