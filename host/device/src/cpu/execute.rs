@@ -257,7 +257,7 @@ impl<E: Element> Forward<'_, E> {
         let step = self.step;
         let size = self.config.head_size;
         let group_size = self.heads_per_kv_head();
-        let row_index = step.token_rows[token];
+        let row_index = step.token_rows.get(token).copied().unwrap_or(NONE);
         for (head, output) in output.chunks_mut(size).enumerate() {
             let mut merged = f64::NEG_INFINITY;
             if row_index == NONE {

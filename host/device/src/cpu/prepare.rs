@@ -49,7 +49,7 @@ pub(super) fn flash_attn(
         ));
     }
     step.num_actual_tokens = metadata.num_actual_tokens as usize;
-    step.token_rows.resize(step.num_actual_tokens, NONE);
+    step.token_rows.resize(scheduled_tokens(step, inputs), NONE);
 
     let block_size = step.block_size as u32;
     for row in 0..num_rows {
@@ -192,7 +192,7 @@ pub(super) fn flashinfer(
     };
     step.packed = true;
     step.num_actual_tokens = metadata.num_actual_tokens as usize;
-    step.token_rows.resize(step.num_actual_tokens, NONE);
+    step.token_rows.resize(scheduled_tokens(step, inputs), NONE);
     match &metadata.decode {
         Some(flashinfer::Decode::Wrapper(plan)) => append_plan(step, plan, 0, inputs)?,
         Some(flashinfer::Decode::Trtllm(_)) => return Err(TRTLLM),
@@ -234,16 +234,24 @@ fn append_plan(
         ));
     }
 
-    // Merge slots. A tile without an entry has none.
+    // Merge slots.
     let num_rows = step.rows.len() - first_row;
     let num_tiles = step.rows[first_row..]
         .iter()
-        .map(|row| (row.q_len * heads_per_kv_head).div_ceil(tile_units) as usize)
+        .map(|row| tiles_of(row.q_len, heads_per_kv_head, tile_units) as usize)
         .sum::<usize>();
+    if work.merge_indptr.len() != num_tiles + 1 {
+        return Err(inconsistent(
+            "merge_indptr",
+            format!(
+                "{} entries for {num_tiles} query tiles",
+                work.merge_indptr.len()
+            ),
+        ));
+    }
     let first_slot = step.slot_items.len();
     let mut end = 0;
-    for tile in 0..num_tiles {
-        let bound = work.merge_indptr.get(tile + 1).copied().unwrap_or(end);
+    for &bound in &work.merge_indptr[1..] {
         if bound < end || bound as usize > num_items {
             return Err(inconsistent(
                 "merge_indptr",
@@ -263,7 +271,7 @@ fn append_plan(
         let q = u32::try_from(work.qo_tile_indices[item]).ok()?;
         let k = u32::try_from(work.kv_tile_indices[item]).ok()?;
         let of = rows[first_row + row];
-        let tiles = (of.q_len * heads_per_kv_head).div_ceil(tile_units);
+        let tiles = tiles_of(of.q_len, heads_per_kv_head, tile_units);
         (q < tiles).then_some((first_row + row, of.tile - first_tile + q, q, k))
     };
     let mut first_chunk = vec![u32::MAX; num_tiles];
@@ -300,7 +308,9 @@ fn append_plan(
             step.items.push(Item {
                 row: row as u32,
                 q0: q * tile_units,
-                q1: ((q + 1) * tile_units).min(of.q_len * heads_per_kv_head),
+                q1: (q + 1)
+                    .saturating_mul(tile_units)
+                    .min(of.q_len * heads_per_kv_head),
                 k0,
                 k1,
             });
@@ -308,6 +318,20 @@ fn append_plan(
         step.groups.push(step.items.len() as u32);
     }
     Ok(())
+}
+
+/// Query tiles of a row.
+fn tiles_of(q_len: u32, heads_per_kv_head: u32, tile_units: u32) -> u32 {
+    (q_len * heads_per_kv_head).div_ceil(tile_units)
+}
+
+/// Tokens that can belong to a row: a builder's number must not make the host allocate more.
+fn scheduled_tokens(step: &StepMetadata, inputs: &StepInputs<'_>) -> usize {
+    let last = inputs
+        .query_start_loc
+        .last()
+        .map_or(0, |&last| usize::try_from(last).unwrap_or(0));
+    last.min(step.num_actual_tokens)
 }
 
 struct PartLayout {
@@ -390,7 +414,7 @@ fn append_plan_rows(
     let mut tile = first_tile;
     let mut page = first_page as u32;
     for row in 0..num_rows {
-        let pages = (plan.paged_kv_indptr[row + 1] - plan.paged_kv_indptr[row]) as u32;
+        let pages = plan.paged_kv_indptr[row + 1].wrapping_sub(plan.paged_kv_indptr[row]) as u32;
         let last = length(
             "paged_kv_last_page_len",
             row,
@@ -413,6 +437,12 @@ fn append_plan_rows(
             starts[row + 1].saturating_add_unsigned(first_token),
         );
         let q_len = append_row(step, "qo_indptr", query, u32::MAX)?;
+        if q_len.checked_mul(heads_per_kv_head).is_none() {
+            return Err(inconsistent(
+                "num_qo_heads",
+                format!("{heads_per_kv_head} for each KV head, {q_len} tokens in row {row}"),
+            ));
+        }
         step.rows.push(Row {
             token: query.0 as u32,
             q_len,

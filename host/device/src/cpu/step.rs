@@ -103,7 +103,7 @@ pub struct StepMetadata {
     pub(super) item_groups: Vec<u32>,
     /// Running sum of the items' units.
     pub(super) item_units: Vec<usize>,
-    /// The row of each token, or `NONE`.
+    /// The row of each token, or `NONE`. Later tokens have none.
     pub(super) token_rows: Vec<u32>,
 }
 

@@ -39,9 +39,17 @@ pub(super) fn dot_form<E: Element, S: Simd, const FMA: bool, const WIDE: usize, 
     scores.resize(R * BLOCK, 0.0);
     let cap = task.config.logits_soft_cap.map(|cap| (cap, 1.0 / cap));
 
-    for (base, block) in blocks(task.keys.start, visible) {
+    let mut blocks = blocks(task.keys.start, visible).peekable();
+    while let Some((base, block)) = blocks.next() {
         let offsets = offsets(task, base, &block);
+        // A decode reads each key once, from memory: while this block is computed, ask for the next.
+        let ahead = blocks.peek().cloned();
         for key in block.clone() {
+            if let Some((base, block)) = &ahead
+                && block.contains(&key)
+            {
+                S::prefetch(&task.cache[task.offset(base + key)..][..2 * size]);
+            }
             let dots = dot::<E, S, R>(&query, &task.cache[offsets[key]..][..size]);
             for row in 0..R {
                 scores[row * BLOCK + key] = dots[row];

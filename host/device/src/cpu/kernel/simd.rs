@@ -19,6 +19,8 @@ pub(in crate::cpu) trait Simd: 'static {
     fn fma(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
     /// Sum by halves.
     fn sum(of: Self::Vector) -> f32;
+    /// Asks for the cache lines of `of`, where the processor can be asked.
+    fn prefetch<E>(of: &[E]);
 }
 
 /// Plain arrays.
@@ -71,6 +73,9 @@ impl<const FMA: bool> Simd for Portable<FMA> {
         }
         of[0]
     }
+
+    #[inline(always)]
+    fn prefetch<E>(_of: &[E]) {}
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -85,6 +90,16 @@ mod x86 {
     use half::bf16;
 
     use super::{LANES, Simd};
+
+    /// Into the second level, a line of 64 bytes at a time.
+    #[inline(always)]
+    fn prefetch_lines<E>(of: &[E]) {
+        let start: *const i8 = of.as_ptr().cast();
+        for line in (0..size_of_val(of)).step_by(64) {
+            // SAFETY: sse is part of x86-64; the address lies within `of`, and a prefetch reads nothing in any case.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(start.add(line)) }
+        }
+    }
 
     pub(in super::super) struct Avx2;
 
@@ -165,6 +180,11 @@ mod x86 {
                 _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
             }
         }
+
+        #[inline(always)]
+        fn prefetch<E>(of: &[E]) {
+            prefetch_lines(of);
+        }
     }
 
     pub(in super::super) struct Avx512;
@@ -217,6 +237,11 @@ mod x86 {
         fn sum(of: Self::Vector) -> f32 {
             // SAFETY: avx512f is present, see above.
             unsafe { _mm512_reduce_add_ps(of) }
+        }
+
+        #[inline(always)]
+        fn prefetch<E>(of: &[E]) {
+            prefetch_lines(of);
         }
     }
 }
