@@ -196,3 +196,30 @@ fn a_row_does_not_depend_on_what_else_is_in_the_batch() {
         }
     }
 }
+
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    let rng = &mut rng(11);
+    let rows = [(1, 2_000), (1, 1_500), (1, 3), (130, 900), (70, 70)];
+    let batch = Batch::new(rng, config(9, 3, 64), Causal::All(true), &rows, 0);
+    let expected = batch.expected(true);
+    for metadata in [
+        batch.random_flash_attn(rng),
+        batch.random_flashinfer(rng, 3),
+    ] {
+        let on = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build()
+                .unwrap();
+            pool.install(|| batch.run(&metadata))
+        };
+        let (one, one_lse) = on(1);
+        assert!(max_relative_error(&one, &expected.output, 64) <= F32_BOUND);
+        for threads in [2, 3, 8] {
+            let (many, many_lse) = on(threads);
+            assert_eq!(bits(&one), bits(&many), "{threads} threads");
+            assert_eq!(bits(&one_lse), bits(&many_lse), "{threads} threads");
+        }
+    }
+}
