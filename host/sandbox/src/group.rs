@@ -61,7 +61,14 @@ pub(crate) struct Ready {
     pub(crate) spare: Option<WasmBuilder>,
 }
 
-/// A place where the reload thread leaves something for the step thread, which looks at a flag and never waits.
+/// A version that went out of service, with an instance if one lives.
+pub(crate) struct Retired {
+    pub(crate) version: Arc<Version>,
+    pub(crate) instance: Option<WasmBuilder>,
+    pub(crate) spare: Option<WasmBuilder>,
+}
+
+/// A place where one of step thread and reload thread leaves something for the other. The step thread never waits at it.
 pub(crate) struct Mailbox<T> {
     full: AtomicBool,
     slot: Mutex<Option<T>>,
@@ -80,6 +87,16 @@ impl<T> Mailbox<T> {
         let old = lock(&self.slot).replace(value);
         self.full.store(true, Ordering::Release);
         old
+    }
+
+    /// For the step thread: as `put`, but gives `value` back rather than wait for somebody who is just looking.
+    fn offer(&self, value: T) -> Result<Option<T>, T> {
+        let Ok(mut slot) = self.slot.try_lock() else {
+            return Err(value);
+        };
+        let old = slot.replace(value);
+        self.full.store(true, Ordering::Release);
+        Ok(old)
     }
 
     /// For the reload thread: takes it back.
@@ -119,6 +136,9 @@ pub(crate) struct Shared {
     pub(crate) active: ArcSwapOption<Version>,
     pub(crate) pending: Mailbox<Ready>,
     pub(crate) spares: Mailbox<(Arc<Version>, WasmBuilder)>,
+    /// What went out of service at the last swap, until the reload thread looks. Waking that thread would cost the step
+    /// thread several microseconds.
+    pub(crate) retired: Mailbox<Retired>,
     pub(crate) previous: Mutex<Option<Ready>>,
     state: AtomicU8,
     plain_steps: AtomicU64,
@@ -135,9 +155,14 @@ impl Shared {
             state: GroupState::from_u8(self.state.load(Ordering::Relaxed)),
             active: version.as_ref().map(|version| version.info.clone()),
             pending: self.pending.peek(|ready| ready.version.info.clone()),
-            previous: lock(&self.previous)
-                .as_ref()
-                .map(|ready| ready.version.info.clone()),
+            previous: self
+                .retired
+                .peek(|retired| retired.version.info.clone())
+                .or_else(|| {
+                    lock(&self.previous)
+                        .as_ref()
+                        .map(|ready| ready.version.info.clone())
+                }),
             steps: metrics.map_or(0, |metrics| metrics.steps.load(Ordering::Relaxed)),
             plain_steps: self.plain_steps.load(Ordering::Relaxed),
             build_p50_ns: metrics.and_then(|metrics| metrics.build_ns.quantile(0.5)),
@@ -266,6 +291,7 @@ impl GroupBuilder {
                 active: ArcSwapOption::empty(),
                 pending: Mailbox::new(),
                 spares: Mailbox::new(),
+                retired: Mailbox::new(),
                 previous: Mutex::new(None),
                 state: AtomicU8::new(GroupState::Plain as u8),
                 plain_steps: AtomicU64::new(0),
@@ -543,11 +569,30 @@ impl GroupBuilder {
             suspended: false,
         });
         self.set_state(GroupState::Active);
-        if let Some(before) = before {
-            let shared = self.shared.clone();
-            self.shared.sandbox.workshop().run(move || {
-                reload::retire(&shared, before.version, before.instance.or(before.spare));
-            });
+        if let Some(Current {
+            version,
+            instance,
+            spare,
+            ..
+        }) = before
+        {
+            // Taken by the next job of the reload thread. If somebody looks just now, or an older one was not taken yet,
+            // that thread is woken after all: instances are not dropped here.
+            match self.shared.retired.offer(Retired {
+                version,
+                instance,
+                spare,
+            }) {
+                Ok(None) => {}
+                Ok(Some(older)) => self.shared.sandbox.workshop().run(move || drop(older)),
+                Err(retired) => {
+                    let shared = self.shared.clone();
+                    self.shared
+                        .sandbox
+                        .workshop()
+                        .run(move || reload::retire(&shared, retired));
+                }
+            }
         }
     }
 

@@ -10,7 +10,7 @@ use timetable_types::{BuilderConfig, Family};
 
 use crate::{
     BuilderStatus, Component, ContentHash, LoadError, VersionInfo, WasmBuilder,
-    group::{Ready, Shared, Version, lock},
+    group::{Ready, Retired, Shared, Version, lock},
     metrics::VersionMetrics,
     probe,
 };
@@ -166,6 +166,9 @@ impl ReloadHandle {
         let (answer, answered) = crossbeam_channel::bounded(1);
         let shared = self.shared.clone();
         self.shared.sandbox.workshop().run(move || {
+            if let Some(retired) = shared.retired.withdraw() {
+                retire(&shared, retired);
+            }
             // The one who asked may have gone; the version is in place all the same.
             let _ = answer.send(job(&shared));
         });
@@ -270,8 +273,13 @@ pub(crate) fn refill(shared: &Shared, version: &Arc<Version>) {
 
 /// Keeps the version that went out of service ready for a rollback. If its instances died, it gets a new one; if that fails,
 /// there is nothing to go back to.
-pub(crate) fn retire(shared: &Shared, version: Arc<Version>, instance: Option<WasmBuilder>) {
-    let instance = match instance.filter(|instance| !instance.is_dead()) {
+pub(crate) fn retire(shared: &Shared, retired: Retired) {
+    let Retired {
+        version,
+        instance,
+        spare,
+    } = retired;
+    let instance = match instance.or(spare) {
         Some(instance) => Ok(instance),
         None => make(shared, &version.component, &version.config),
     };

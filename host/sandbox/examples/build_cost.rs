@@ -1,0 +1,161 @@
+//! What components cost in the step path: a build bare, through a group, and with address space reserved for elided bounds
+//! checks; a swap; a recovery.
+//!
+//! `cargo run --release -p timetable-sandbox --example build_cost -- flash-attn-builder.wasm flashinfer-builder.wasm`
+
+#[path = "../tests/support/mod.rs"]
+mod support;
+
+use std::{convert::Infallible, time::Instant};
+
+use timetable_attention::MetadataBuilder;
+use timetable_sandbox::{
+    GroupBuilder, GroupSetup, Limits, Sandbox, WasmBuilder, measure::interleaved, version_of,
+};
+use timetable_types::{BuilderConfig, CommonAttentionMetadata, Family};
+
+const ROUNDS: usize = 301;
+const CALLS: u32 = 50;
+
+/// `rows` decodes of up to 32 k tokens, and a configuration that admits them.
+fn batch(rows: u32) -> (BuilderConfig, CommonAttentionMetadata) {
+    let mut config = support::config();
+    config.scheduler.max_num_seqs = 1024;
+    config.scheduler.max_model_len = 32_768;
+    config.scheduler.max_num_blocks_per_req = 2048;
+    config.device.compute_capability = (9, 0);
+    config.device.num_workers = 132;
+    config.device.ctas_per_worker = 2;
+    config.device.flash_attn_version = 3;
+    config.attention.num_heads = 32;
+    config.kv_cache_spec.num_kv_heads = 8;
+    config.kv_cache_spec.head_size = 128;
+    config.kv_cache_spec.head_size_v = 128;
+    let mut common = support::decodes(rows);
+    let mut state = 1_u32;
+    for len in &mut common.seq_lens_cpu_upper_bound {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        *len = 1 + ((state >> 8) % 32_000) as i32;
+    }
+    common.max_seq_len = common
+        .seq_lens_cpu_upper_bound
+        .iter()
+        .copied()
+        .max()
+        .unwrap_or(0) as u32;
+    common.block_table_width = 2048;
+    (config, common)
+}
+
+fn main() {
+    let guests: Vec<(String, Vec<u8>)> = std::env::args()
+        .skip(1)
+        .map(|path| {
+            let bytes = std::fs::read(&path).expect("the component reads");
+            (path, bytes)
+        })
+        // A guest that does nothing: what is left is the host's share.
+        .chain([(
+            "(a guest that does nothing)".to_owned(),
+            support::Guest::default().component(),
+        )])
+        .collect();
+    let small = Sandbox::new(Limits::default()).expect("a sandbox");
+    let large = Limits {
+        memory_reservation_bytes: 1 << 32,
+        ..Limits::default()
+    };
+    let large = Sandbox::new(large).expect("a sandbox of 256 GiB address space");
+    for (path, bytes) in guests {
+        let start = Instant::now();
+        let component = small.load(&bytes).expect("the component loads");
+        let load_ms = start.elapsed().as_secs_f64() * 1e3;
+        let start = Instant::now();
+        let elided = large.load(&bytes).expect("the component loads");
+        println!(
+            "{path}: loads in {load_ms:.1} ms ({:.1} with elided checks)",
+            start.elapsed().as_secs_f64() * 1e3
+        );
+        for rows in [1, 64, 256, 1024] {
+            let (config, common) = batch(rows);
+            let mut bare = WasmBuilder::new(&component, &config).expect("constructs");
+            let mut unchecked = WasmBuilder::new(&elided, &config).expect("constructs");
+            let setup = GroupSetup {
+                name: "bench".into(),
+                config: config.clone(),
+                plain: support::Plain::boxed(),
+                acceptance: None,
+            };
+            let mut group = (component.family() == Family::FlashAttn)
+                .then(|| GroupBuilder::new(&small, setup, &component, &path).expect("a group"));
+            let mut variants: Vec<&mut dyn FnMut()> = Vec::new();
+            let mut build = || drop(bare.build(&common, false).expect("builds"));
+            let mut build_unchecked = || drop(unchecked.build(&common, false).expect("builds"));
+            let mut build_in_group = group.as_mut().map(|group| {
+                || {
+                    drop(
+                        group
+                            .build(&common, false, |_| Ok::<(), Infallible>(()))
+                            .expect("builds"),
+                    )
+                }
+            });
+            variants.push(&mut build);
+            variants.push(&mut build_unchecked);
+            if let Some(build_in_group) = &mut build_in_group {
+                variants.push(build_in_group);
+            }
+            let times = interleaved(ROUNDS, CALLS, &mut variants);
+            let used = small.limits().fuel_for(rows) - bare.fuel_left();
+            print!("{rows:6} decodes:");
+            for (name, time) in ["build", "elided bounds checks", "in a group"]
+                .iter()
+                .zip(&times)
+            {
+                print!(
+                    "  {name} {:.2} µs (p99 {:.2})",
+                    time.median_ns / 1e3,
+                    time.p99_ns / 1e3
+                );
+            }
+            println!("  fuel {used}");
+        }
+        if component.family() == Family::FlashAttn {
+            swaps(&small, &component, &path);
+        }
+    }
+}
+
+/// What the step thread pays at a step boundary that swaps, and what an instance costs.
+fn swaps(sandbox: &Sandbox, component: &timetable_sandbox::Component, path: &str) {
+    let (config, _) = batch(64);
+    println!("version {}", version_of(component, &config));
+    let setup = GroupSetup {
+        name: "bench".into(),
+        config: config.clone(),
+        plain: support::Plain::boxed(),
+        acceptance: None,
+    };
+    let mut group = GroupBuilder::new(sandbox, setup, component, path).expect("a group");
+    let handle = group.handle();
+    let mut swaps: Vec<u128> = (0..200)
+        .map(|_| {
+            handle.reload_component(component, path).expect("reloads");
+            let start = Instant::now();
+            assert!(group.step_boundary());
+            start.elapsed().as_nanos()
+        })
+        .collect();
+    swaps.sort_unstable();
+    let mut boundary = || assert!(!group.step_boundary());
+    let mut instance = || drop(WasmBuilder::new(component, &config).expect("constructs"));
+    let idle = interleaved(ROUNDS, 1000, &mut [&mut boundary]);
+    let made = interleaved(ROUNDS, 10, &mut [&mut instance]);
+    println!(
+        "swap at a step boundary: median {} ns, max {} ns; boundary without news: {:.1} ns; instance made and dropped: {:.1} µs",
+        swaps[100],
+        swaps[199],
+        idle[0].median_ns,
+        made[0].median_ns / 1e3
+    );
+}
