@@ -12,7 +12,7 @@ use timetable_attention::MetadataBuilder;
 use timetable_sandbox::{
     GroupBuilder, GroupSetup, Limits, Sandbox, WasmBuilder, measure::interleaved, version_of,
 };
-use timetable_types::{BuilderConfig, CommonAttentionMetadata, Family};
+use timetable_types::{BuilderConfig, CommonAttentionMetadata, Family, Metadata};
 
 const ROUNDS: usize = 301;
 const CALLS: u32 = 50;
@@ -93,11 +93,8 @@ fn main() {
             let mut build_unchecked = || drop(unchecked.build(&common, false).expect("builds"));
             let mut build_in_group = group.as_mut().map(|group| {
                 || {
-                    drop(
-                        group
-                            .build(&common, false, |_| Ok::<(), Infallible>(()))
-                            .expect("builds"),
-                    )
+                    let accept = |_: &Metadata| Ok::<(), Infallible>(());
+                    drop(group.build(&common, false, accept).expect("builds"));
                 }
             });
             variants.push(&mut build);
@@ -120,9 +117,37 @@ fn main() {
             }
             println!("  fuel {used}");
         }
+        fuel_of_prefills(&small, &component);
         if component.family() == Family::FlashAttn {
             swaps(&small, &component, &path);
         }
+    }
+}
+
+/// Fuel is granted by rows; prefills of few rows and many tokens must fit as well.
+fn fuel_of_prefills(sandbox: &Sandbox, component: &timetable_sandbox::Component) {
+    for (tokens, context) in [(8192, 0), (2048, 28_672), (512, 32_000)] {
+        let (mut config, mut common) = batch(1);
+        config.scheduler.max_num_batched_tokens = 8192;
+        common.num_actual_tokens = tokens;
+        common.max_query_len = tokens;
+        common.max_seq_len = tokens + context;
+        common.slot_mapping_len = tokens;
+        common.query_start_loc_cpu = vec![0, tokens as i32];
+        common.seq_lens_cpu_upper_bound = vec![(tokens + context) as i32];
+        common.is_prefilling = vec![1];
+        let mut builder = WasmBuilder::new(component, &config).expect("constructs");
+        let start = Instant::now();
+        let built = builder.build(&common, false).map(drop);
+        let elapsed = start.elapsed().as_nanos() as f64 / 1e3;
+        let (granted, left) = (
+            sandbox.limits().fuel_for_batch(1, tokens),
+            builder.fuel_left(),
+        );
+        println!(
+            "prefill of {tokens} tokens after {context}: {built:?}, {elapsed:.0} µs, fuel {} of {granted}",
+            granted - left
+        );
     }
 }
 

@@ -152,7 +152,10 @@ impl WasmBuilder {
         common: &CommonAttentionMetadata,
         call: impl FnOnce(&dyn Calls, &mut Store<StoreState>, ResourceAny, CommonView<'_>) -> Built,
     ) -> Result<Metadata, BuildFault> {
-        let fuel = self.sandbox.limits().fuel_for(common.num_reqs);
+        let fuel = self
+            .sandbox
+            .limits()
+            .fuel_for_batch(common.num_reqs, common.num_actual_tokens);
         let view = CommonView::new(common, self.needs);
         let answer = self.guarded(fuel, |calls, store, this| call(calls, store, this, view))?;
         answer.map_err(|mut error| {

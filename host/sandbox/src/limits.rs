@@ -31,6 +31,11 @@ pub struct Limits {
     pub fuel_per_call: u64,
     /// Additional fuel for each row of the batch. Unit: fuel. Default: 4,000. A FLASHINFER plan uses about 700 a row.
     pub fuel_per_row: u64,
+    /// Additional fuel for each query token of the batch. Unit: fuel. Default: 400.
+    ///
+    /// Rows alone do not do: FLASHINFER's plan for one prefill of 8,192 tokens deals out thousands of work items, and ran out
+    /// of the fuel of one row.
+    pub fuel_per_token: u64,
     /// Fuel for instantiating, constructing, `info` and `launch-promise`. Unit: fuel. Default: 20 million, about 1 ms of a
     /// tight loop.
     pub fuel_fixed: u64,
@@ -69,6 +74,7 @@ impl Default for Limits {
             memory_reservation_bytes: 4 * MIB as u64,
             fuel_per_call: 400_000,
             fuel_per_row: 4_000,
+            fuel_per_token: 400,
             fuel_fixed: 20_000_000,
             watchdog: Duration::from_millis(200),
             watchdog_tick: Duration::from_millis(20),
@@ -83,10 +89,18 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Fuel of a build for `rows` rows.
-    pub fn fuel_for(&self, rows: u32) -> u64 {
+    /// Fuel of a build for `rows` rows and `tokens` query tokens: 4 × (100 k + 1 k × rows + 100 × tokens) by default.
+    pub fn fuel_for_batch(&self, rows: u32, tokens: u32) -> u64 {
+        let rows = self.fuel_per_row.saturating_mul(u64::from(rows));
+        let tokens = self.fuel_per_token.saturating_mul(u64::from(tokens));
         self.fuel_per_call
-            .saturating_add(self.fuel_per_row.saturating_mul(u64::from(rows)))
+            .saturating_add(rows)
+            .saturating_add(tokens)
+    }
+
+    /// Fuel of a build for `rows` decodes of one token each.
+    pub fn fuel_for(&self, rows: u32) -> u64 {
+        self.fuel_for_batch(rows, rows)
     }
 
     /// Ticks of the watchdog until a call is interrupted; never less than the time in `watchdog`.
@@ -136,18 +150,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fuel_is_four_times_a_hundred_thousand_plus_a_thousand_a_row() {
+    fn fuel_is_four_times_a_healthy_builders_need() {
         let limits = Limits::default();
-        for rows in [0, 1, 256, 1024] {
-            assert_eq!(
-                limits.fuel_for(rows),
-                4 * (100_000 + 1_000 * u64::from(rows))
-            );
+        for (rows, tokens) in [(0, 0), (1, 8192), (256, 256), (1024, 1024)] {
+            let need = 100_000 + 1_000 * u64::from(rows) + 100 * u64::from(tokens);
+            assert_eq!(limits.fuel_for_batch(rows, tokens), 4 * need);
         }
-        assert_eq!(
-            limits.fuel_for(u32::MAX),
-            400_000 + 4_000 * u64::from(u32::MAX)
-        );
+        let endless = Limits {
+            fuel_per_row: u64::MAX,
+            ..limits
+        };
+        assert_eq!(endless.fuel_for(u32::MAX), u64::MAX);
     }
 
     #[test]
