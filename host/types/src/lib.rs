@@ -3,8 +3,8 @@
 //! Every record mirrors one of the WIT package `timetable:attention` (`wit/`), field by field and in the same order; a test
 //! in `tests/` compares the two. Names are the field's (`query_start_loc`, `seq_lens`, `num_splits`, …).
 //!
-//! This crate must never know wasmtime's runtime, a device, or a file. Two features add derives and nothing else:
-//! `component` (wasmtime's `ComponentType`, `Lift`, `Lower`) and `serde`.
+//! This crate must never know wasmtime's runtime, a device, or a file. Three features add derives and nothing else:
+//! `component` (wasmtime's `ComponentType`, `Lift`, `Lower`), `guest` (the canonical ABI, for builders) and `serde`.
 #![no_std]
 #![forbid(unsafe_op_in_unsafe_fn)]
 
@@ -15,6 +15,8 @@ mod macros;
 
 pub mod batch;
 mod builder;
+#[cfg(feature = "guest")]
+pub mod canonical;
 mod config;
 pub mod flash_attn;
 pub mod flash_mla;

@@ -20,6 +20,52 @@ macro_rules! record {
             #[cfg_attr(feature = "component", component(name = $wit))]
             pub $field: $ty,)*
         }
+
+        #[cfg(feature = "guest")]
+        impl crate::canonical::Canonical for $name {
+            const SIZE: usize = {
+                let mut offset = 0;
+                $(offset = crate::canonical::align_to(offset, <$ty as crate::canonical::Canonical>::ALIGN)
+                    + <$ty as crate::canonical::Canonical>::SIZE;)*
+                crate::canonical::align_to(offset, Self::ALIGN)
+            };
+            const ALIGN: usize = {
+                let mut align = 1;
+                $(align = crate::canonical::larger(align, <$ty as crate::canonical::Canonical>::ALIGN);)*
+                align
+            };
+
+            #[cfg(target_arch = "wasm32")]
+            #[inline]
+            unsafe fn load(at: *const u8) -> Self {
+                let mut offset = 0;
+                // SAFETY: the fields lie at their canonical offsets.
+                unsafe {
+                    $(
+                        let start = crate::canonical::align_to(offset, <$ty as crate::canonical::Canonical>::ALIGN);
+                        offset = start + <$ty as crate::canonical::Canonical>::SIZE;
+                        let $field = <$ty as crate::canonical::Canonical>::load(at.add(start));
+                    )*
+                    let _ = offset;
+                    Self { $($field),* }
+                }
+            }
+
+            #[cfg(target_arch = "wasm32")]
+            #[inline]
+            unsafe fn store(self, at: *mut u8, lowering: &mut impl crate::canonical::Lowering) {
+                let mut offset = 0;
+                // SAFETY: the fields lie at their canonical offsets, inside `SIZE` bytes.
+                unsafe {
+                    $(
+                        let start = crate::canonical::align_to(offset, <$ty as crate::canonical::Canonical>::ALIGN);
+                        offset = start + <$ty as crate::canonical::Canonical>::SIZE;
+                        crate::canonical::Canonical::store(self.$field, at.add(start), lowering);
+                    )*
+                }
+                let _ = offset;
+            }
+        }
     };
 }
 
@@ -46,17 +92,25 @@ macro_rules! enumeration {
         impl $name {
             /// Every case, in declaration order.
             pub const ALL: &'static [$name] = &[$($name::$case),*];
+        }
 
-            /// From the canonical ABI's discriminant. Called by generated guest bindings.
-            ///
-            /// # Safety
-            /// None needed: a discriminant out of range gives the last case. The signature is the one that generated
-            /// code expects.
-            #[doc(hidden)]
-            pub const unsafe fn _lift(discriminant: u8) -> Self {
-                let last = Self::ALL.len() - 1;
-                let index = if discriminant as usize > last { last } else { discriminant as usize };
-                Self::ALL[index]
+        #[cfg(feature = "guest")]
+        impl crate::canonical::Canonical for $name {
+            const SIZE: usize = 1;
+            const ALIGN: usize = 1;
+
+            #[cfg(target_arch = "wasm32")]
+            #[inline]
+            unsafe fn load(at: *const u8) -> Self {
+                // SAFETY: the host lowers only discriminants of the enum, which has one byte; the index is checked anyway.
+                unsafe { Self::ALL[at.read() as usize] }
+            }
+
+            #[cfg(target_arch = "wasm32")]
+            #[inline]
+            unsafe fn store(self, at: *mut u8, _lowering: &mut impl crate::canonical::Lowering) {
+                // SAFETY: one writable byte.
+                unsafe { at.write(self as u8) }
             }
         }
     };
@@ -80,5 +134,59 @@ macro_rules! variant {
             #[cfg_attr(feature = "component", component(name = $wit))]
             $case $(($payload))?,)*
         }
+
+        #[cfg(feature = "guest")]
+        impl crate::canonical::Canonical for $name {
+            const SIZE: usize = {
+                let mut payload = 0;
+                $($(payload = crate::canonical::larger(payload, <$payload as crate::canonical::Canonical>::SIZE);)?)*
+                crate::canonical::align_to(crate::canonical::align_to(1, Self::ALIGN) + payload, Self::ALIGN)
+            };
+            const ALIGN: usize = {
+                let mut align = 1;
+                $($(align = crate::canonical::larger(align, <$payload as crate::canonical::Canonical>::ALIGN);)?)*
+                align
+            };
+
+            #[cfg(target_arch = "wasm32")]
+            #[inline]
+            unsafe fn load(at: *const u8) -> Self {
+                enum Discriminant { $($case),* }
+                // SAFETY: the payload is of the case that the discriminant names.
+                unsafe {
+                    let discriminant = at.read();
+                    let _payload = at.add(crate::canonical::align_to(1, Self::ALIGN));
+                    $(if discriminant == Discriminant::$case as u8 {
+                        return Self::$case $((<$payload as crate::canonical::Canonical>::load(_payload)))?;
+                    })*
+                }
+                unreachable!("the host lowers only cases of the variant")
+            }
+
+            #[cfg(target_arch = "wasm32")]
+            #[inline]
+            unsafe fn store(self, at: *mut u8, lowering: &mut impl crate::canonical::Lowering) {
+                enum Discriminant { $($case),* }
+                // SAFETY: discriminant and payload lie inside `SIZE` bytes.
+                unsafe {
+                    let _payload = at.add(crate::canonical::align_to(1, Self::ALIGN));
+                    let _ = &lowering;
+                    match self {
+                        $(Self::$case $((bind!(value $payload)))? => {
+                            at.write(Discriminant::$case as u8);
+                            $(<$payload as crate::canonical::Canonical>::store(bind!(value $payload), _payload, lowering);)?
+                        })*
+                    }
+                }
+            }
+        }
+    };
+}
+
+/// The identifier, whatever the type: lets a repetition over optional payloads name its value.
+#[cfg(all(feature = "guest", target_arch = "wasm32"))]
+macro_rules! bind {
+    ($name:ident $ty:ty) => {
+        $name
     };
 }

@@ -1,0 +1,55 @@
+//! The components. Built by `build.rs` from `guest-builders/`. It must never know what they contain.
+
+use timetable_types::Family;
+
+/// A reference component.
+#[derive(Clone, Copy, Debug)]
+pub struct Embedded {
+    /// The builder's name, as operators give it: "flash-attn".
+    pub name: &'static str,
+    /// The family whose metadata it returns.
+    pub family: Family,
+    /// The attention backend that it serves: "FLASH_ATTN".
+    pub backend: &'static str,
+    /// Is it the backend's default builder?
+    pub default: bool,
+    /// The component.
+    pub bytes: &'static [u8],
+}
+
+const COMPONENTS: [Embedded; 3] = [
+    Embedded {
+        name: "flash-attn",
+        family: Family::FlashAttn,
+        backend: "FLASH_ATTN",
+        default: true,
+        bytes: include_bytes!(concat!(env!("OUT_DIR"), "/flash-attn-builder.wasm")),
+    },
+    Embedded {
+        name: "flash-attn-fixed-split",
+        family: Family::FlashAttn,
+        backend: "FLASH_ATTN",
+        default: false,
+        bytes: include_bytes!(concat!(
+            env!("OUT_DIR"),
+            "/flash-attn-fixed-split-builder.wasm"
+        )),
+    },
+    Embedded {
+        name: "flashinfer",
+        family: Family::Flashinfer,
+        backend: "FLASHINFER",
+        default: true,
+        bytes: include_bytes!(concat!(env!("OUT_DIR"), "/flashinfer-builder.wasm")),
+    },
+];
+
+/// Every embedded component.
+pub fn components() -> &'static [Embedded] {
+    &COMPONENTS
+}
+
+/// The embedded component called `name`.
+pub fn component(name: &str) -> Option<&'static Embedded> {
+    COMPONENTS.iter().find(|component| component.name == name)
+}

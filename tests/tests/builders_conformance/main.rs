@@ -1,0 +1,117 @@
+//! The reference builders against what the real ones did: every recorded case of FLASH_ATTN's and FLASHINFER's builders
+//! (compute capability 8.0, 9.0 and 10.0), field by field, through the native twins and through the components.
+//!
+//! Symbolic tensors are resolved from the case's inputs and compared with the recorded values. What is compared in another
+//! form than it was recorded is said beside the comparison.
+
+mod flash_attn;
+mod flashinfer;
+mod resolve;
+mod vectors;
+
+use timetable_attention::MetadataBuilder;
+use timetable_sandbox::{Limits, Sandbox, WasmBuilder};
+use timetable_types::BuilderConfig;
+
+/// How a builder is made from a configuration.
+type Make<'a> = &'a dyn Fn(&BuilderConfig) -> Box<dyn MetadataBuilder>;
+
+/// Runs every case of the file; prints passed/total, and fails with the first few differences.
+fn run(
+    how: &str,
+    name: &str,
+    mut check: impl FnMut(&vectors::File, &vectors::Case) -> Result<(), String>,
+) {
+    let file = vectors::File::load(name);
+    let mut failures = Vec::new();
+    for case in &file.cases {
+        if let Err(difference) = check(&file, case) {
+            failures.push(format!("case {} ({}): {difference}", case.id, case.kind));
+        }
+    }
+    let total = file.cases.len();
+    println!("{name}, {how}: {}/{total}", total - failures.len());
+    assert!(
+        failures.is_empty(),
+        "{} of {total} cases differ:\n{}",
+        failures.len(),
+        failures[..failures.len().min(10)].join("\n")
+    );
+}
+
+const FLASH_ATTN: [&str; 3] = [
+    "FlashAttentionMetadataBuilder",
+    "FlashAttentionMetadataBuilder@cc8.0",
+    "FlashAttentionMetadataBuilder@cc10.0",
+];
+
+const FLASHINFER: [&str; 3] = [
+    "FlashInferMetadataBuilder",
+    "FlashInferMetadataBuilder@cc8.0",
+    "FlashInferMetadataBuilder@cc10.0",
+];
+
+fn native(name: &str) -> impl Fn(&BuilderConfig) -> Box<dyn MetadataBuilder> {
+    move |config| {
+        timetable_reference::native_twin(name, config).expect("the twin takes the configuration")
+    }
+}
+
+#[test]
+fn flash_attn_natively() {
+    let make = native("flash-attn");
+    for name in FLASH_ATTN {
+        let mut suite = flash_attn::Suite::new(&make);
+        run("native", name, |file, case| suite.check(file, case));
+    }
+}
+
+#[test]
+fn flash_attn_with_fixed_splits_natively() {
+    let make = native("flash-attn-fixed-split");
+    for name in FLASH_ATTN {
+        let mut suite = flash_attn::Suite::new(&make);
+        run("native, fixed splits", name, |file, case| {
+            suite.check(file, case)
+        });
+    }
+}
+
+#[test]
+fn flashinfer_natively() {
+    let make = native("flashinfer");
+    for name in FLASHINFER {
+        let mut suite = flashinfer::Suite::new(&make);
+        run("native", name, |file, case| suite.check(file, case));
+    }
+}
+
+/// The component called `name`, in a sandbox with the default limits.
+fn component(name: &str) -> impl Fn(&BuilderConfig) -> Box<dyn MetadataBuilder> {
+    let sandbox = Sandbox::new(Limits::default()).expect("the sandbox starts");
+    let embedded = timetable_reference::component(name).expect("an embedded component");
+    let component = sandbox.load(embedded.bytes).expect("the component loads");
+    move |config| {
+        Box::new(
+            WasmBuilder::new(&component, config).expect("the component takes the configuration"),
+        )
+    }
+}
+
+#[test]
+fn flash_attn_as_a_component() {
+    let make = component("flash-attn");
+    for name in FLASH_ATTN {
+        let mut suite = flash_attn::Suite::new(&make);
+        run("component", name, |file, case| suite.check(file, case));
+    }
+}
+
+#[test]
+fn flashinfer_as_a_component() {
+    let make = component("flashinfer");
+    for name in FLASHINFER {
+        let mut suite = flashinfer::Suite::new(&make);
+        run("component", name, |file, case| suite.check(file, case));
+    }
+}
