@@ -48,8 +48,8 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     let (b_chunks, b_rest) = b.as_chunks::<16>();
     let mut sums = [0f32; 16];
     for (a, b) in a_chunks.iter().zip(b_chunks) {
-        for i in 0..16 {
-            sums[i] += a[i] * b[i];
+        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
+            *sum += a * b;
         }
     }
     sums.iter().sum::<f32>() + a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum::<f32>()

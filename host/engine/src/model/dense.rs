@@ -134,6 +134,7 @@ fn dot<const M: usize>(
 }
 
 #[inline(always)]
+#[allow(clippy::needless_range_loop)] // One index names the same row in several arrays.
 fn running_sums<const M: usize, const FUSED: bool>(
     tile: &[[f32; ROWS]],
     x: [&[f32]; M],

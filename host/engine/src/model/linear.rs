@@ -4,7 +4,7 @@ use super::Weights;
 use super::dense::DenseTiles;
 use super::error::ModelError;
 use super::pool::Pool;
-use super::tiles::{QuantActs, QuantTiles, Simd};
+use super::tiles::{QuantActs, QuantTiles};
 use super::weights::{Checkpoint, RawTensor};
 use candle_core::quantized::{GgmlDType, QuantizedType};
 use std::borrow::Cow;
@@ -116,7 +116,6 @@ impl Projection {
     pub(super) fn forward(
         &self,
         pool: &Pool,
-        simd: Simd,
         m: usize,
         x: &[f32],
         scratch: &mut ProjectionScratch,
@@ -130,7 +129,7 @@ impl Projection {
         for matrix in &self.matrices {
             match matrix {
                 Matrix::Dense(w) => w.matmul(pool, m, x, out, self.n, column),
-                Matrix::Tiles(w) => w.matmul(pool, simd, m, &scratch.acts, out, self.n, column),
+                Matrix::Tiles(w) => w.matmul(pool, m, &scratch.acts, out, self.n, column),
                 Matrix::Candle { n, blocks } => {
                     let product = &mut scratch.candle_out;
                     product.resize(m * n, 0.0);

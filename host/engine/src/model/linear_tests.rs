@@ -38,7 +38,7 @@ fn a_merged_projection_of_mixed_types_equals_its_dequantised_self() {
         let mut out = Vec::new();
         let mut scratch = ProjectionScratch::default();
         projection
-            .forward(&pool, Simd::detect(), m, &x, &mut scratch, &mut out)
+            .forward(&pool, m, &x, &mut scratch, &mut out)
             .expect("multiplies");
         let mut table = vec![0.0; 34 * k];
         for (row, out) in table.chunks_exact_mut(k).enumerate() {

@@ -6,7 +6,6 @@ use super::linear::{Part, Projection, ProjectionScratch};
 use super::pool::{Pool, SharedOut};
 use super::rope::Rope;
 use super::safetensors::SafetensorsDir;
-use super::tiles::Simd;
 use super::weights::{Checkpoint, Naming, Role};
 use super::{AttentionLayers, LoadOptions, Source, Weights, ops};
 use std::path::Path;
@@ -55,7 +54,6 @@ pub struct Model {
     head: Option<Projection>,
     rope: Rope,
     pool: Pool,
-    simd: Simd,
     scratch: Scratch,
 }
 
@@ -124,7 +122,6 @@ impl Model {
             final_norm,
             head,
             pool: Pool::new(options.threads),
-            simd: Simd::detect(),
             scratch: Scratch::default(),
         })
     }
@@ -159,7 +156,6 @@ impl Model {
             head,
             rope,
             pool,
-            simd,
             scratch,
         } = self;
         let eps = config.rms_norm_eps;
@@ -177,7 +173,7 @@ impl Model {
             ops::rms_norm(pool, &s.hidden, &layer.attention_norm, eps, &mut s.normed);
             layer
                 .qkv
-                .forward(pool, *simd, m, &s.normed, &mut s.projection, &mut s.qkv)?;
+                .forward(pool, m, &s.normed, &mut s.projection, &mut s.qkv)?;
             split_heads(pool, config, layer, rope, s);
             s.attended.resize(m * config.q_size(), 0.0);
             attn.attend(index, &s.q, &s.k, &s.v, &mut s.attended)
@@ -187,7 +183,7 @@ impl Model {
                 })?;
             layer
                 .output
-                .forward(pool, *simd, m, &s.attended, &mut s.projection, &mut s.delta)?;
+                .forward(pool, m, &s.attended, &mut s.projection, &mut s.delta)?;
             ops::add(&mut s.hidden, &s.delta);
             ops::rms_norm(
                 pool,
@@ -198,16 +194,11 @@ impl Model {
             );
             layer
                 .gate_up
-                .forward(pool, *simd, m, &s.normed, &mut s.projection, &mut s.gate_up)?;
+                .forward(pool, m, &s.normed, &mut s.projection, &mut s.gate_up)?;
             ops::silu_mul(pool, &s.gate_up, config.intermediate_size, &mut s.activated);
-            layer.down.forward(
-                pool,
-                *simd,
-                m,
-                &s.activated,
-                &mut s.projection,
-                &mut s.delta,
-            )?;
+            layer
+                .down
+                .forward(pool, m, &s.activated, &mut s.projection, &mut s.delta)?;
             ops::add(&mut s.hidden, &s.delta);
         }
         let s = &mut *scratch;
@@ -220,7 +211,6 @@ impl Model {
         let head = head.as_ref().unwrap_or(embedding);
         head.forward(
             pool,
-            *simd,
             logits_rows.len(),
             &s.normed,
             &mut s.projection,

@@ -53,6 +53,7 @@ pub(super) struct QuantTiles {
     n: usize,
     k: usize,
     codes: Codes,
+    simd: Simd,
     /// Subtracted from every code; 0 for the types with minima.
     zero: i32,
     /// `[tile][block][line]`.
@@ -90,7 +91,7 @@ pub(super) struct ActRow<'a> {
     pub(super) sums: &'a [i32],
 }
 
-/// Computes one tile for `M` activation rows; `BYTES` says which codes the tile has.
+/// Computes one tile for `M` activation rows.
 pub(super) type Kernel<const M: usize> = fn(Tile<'_>, [ActRow<'_>; M], &mut [[f32; ROWS]; M]);
 
 /// The instruction sets that have kernels.
@@ -238,6 +239,7 @@ impl QuantTiles {
             n,
             k,
             codes,
+            simd: Simd::detect(),
             zero,
             lines,
             scales,
@@ -289,7 +291,6 @@ impl QuantTiles {
     pub(super) fn matmul(
         &self,
         pool: &Pool,
-        simd: Simd,
         m: usize,
         acts: &QuantActs,
         out: &mut [f32],
@@ -305,9 +306,9 @@ impl QuantTiles {
                 while first < m {
                     let mut sums = [[0f32; ROWS]; MAX_BATCH];
                     let count = match m - first {
-                        1 => self.dot::<1>(simd, tile, acts, first, &mut sums),
-                        2 | 3 => self.dot::<2>(simd, tile, acts, first, &mut sums),
-                        _ => self.dot::<4>(simd, tile, acts, first, &mut sums),
+                        1 => self.dot::<1>(tile, acts, first, &mut sums),
+                        2 | 3 => self.dot::<2>(tile, acts, first, &mut sums),
+                        _ => self.dot::<4>(tile, acts, first, &mut sums),
                     };
                     for (i, sums) in sums.iter().enumerate().take(count) {
                         let start = (first + i) * stride + column + t * ROWS;
@@ -322,7 +323,6 @@ impl QuantTiles {
 
     fn dot<const M: usize>(
         &self,
-        simd: Simd,
         tile: Tile<'_>,
         acts: &QuantActs,
         first: usize,
@@ -330,7 +330,7 @@ impl QuantTiles {
     ) -> usize {
         let rows = std::array::from_fn(|i| acts.row(first + i));
         let mut out = [[0f32; ROWS]; M];
-        let kernel: Kernel<M> = match (self.codes, simd) {
+        let kernel: Kernel<M> = match (self.codes, self.simd) {
             (Codes::Nibbles, Simd::Portable) => portable::<M, false>,
             (Codes::Bytes, Simd::Portable) => portable::<M, true>,
             (Codes::Nibbles, Simd::Avx2) => tiles_x86::avx2::<M, false>,
@@ -345,6 +345,7 @@ impl QuantTiles {
 }
 
 /// The kernel in plain Rust; the others are tested against it.
+#[allow(clippy::needless_range_loop)] // One index names the same row in several arrays.
 pub(super) fn portable<const M: usize, const BYTES: bool>(
     tile: Tile<'_>,
     acts: [ActRow<'_>; M],

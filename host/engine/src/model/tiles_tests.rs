@@ -60,7 +60,7 @@ fn every_kernel_agrees_with_candle_and_ignores_the_batch() {
     let (n, k) = (37, 192);
     for dtype in TYPES {
         let blocks = blocks(dtype, n, k);
-        let tiles = QuantTiles::pack(dtype, k, &[(n, bytes(&*blocks))]);
+        let mut tiles = QuantTiles::pack(dtype, k, &[(n, bytes(&*blocks))]);
         for m in [1, 2, 3, 5, 9] {
             let x: Vec<f32> = random_values(m * k, 9).iter().map(|v| v * 30.0).collect();
             let mut candle = vec![0.0; m * n];
@@ -72,9 +72,10 @@ fn every_kernel_agrees_with_candle_and_ignores_the_batch() {
             let mut alone_acts = QuantActs::default();
             let mut portable = Vec::new();
             for simd in available() {
+                tiles.simd = simd;
                 let stride = n + 5;
                 let mut out = vec![f32::NAN; m * stride];
-                tiles.matmul(&pool, simd, m, &acts, &mut out, stride, 3);
+                tiles.matmul(&pool, m, &acts, &mut out, stride, 3);
                 for i in 0..m {
                     let row = &out[i * stride + 3..][..n];
                     // candle's scales and sums are f16.
@@ -86,7 +87,7 @@ fn every_kernel_agrees_with_candle_and_ignores_the_batch() {
                     }
                     let mut alone = vec![0.0; n];
                     alone_acts.quantise(&pool, 1, k, &x[i * k..][..k]);
-                    tiles.matmul(&pool, simd, 1, &alone_acts, &mut alone, n, 0);
+                    tiles.matmul(&pool, 1, &alone_acts, &mut alone, n, 0);
                     assert_eq!(row, alone, "{dtype:?} {simd:?}, row {i} of {m}");
                 }
                 if simd == Simd::Portable {
@@ -117,7 +118,7 @@ fn extreme_codes_do_not_overflow() {
                     _ => byte,
                 })
                 .collect();
-            let tiles = QuantTiles::pack(dtype, k, &[(1, &block.repeat(2))]);
+            let mut tiles = QuantTiles::pack(dtype, k, &[(1, &block.repeat(2))]);
             let mut w = vec![0.0; k];
             tiles.dequantise_row(0, &mut w);
             for sign in [1.0, -1.0] {
@@ -126,8 +127,9 @@ fn extreme_codes_do_not_overflow() {
                 let mut acts = QuantActs::default();
                 acts.quantise(&pool, 1, k, &x);
                 for simd in available() {
+                    tiles.simd = simd;
                     let mut out = [0.0];
-                    tiles.matmul(&pool, simd, 1, &acts, &mut out, 1, 0);
+                    tiles.matmul(&pool, 1, &acts, &mut out, 1, 0);
                     assert_eq!(out[0], exact, "{dtype:?} {simd:?} {byte:#x}");
                 }
             }

@@ -25,7 +25,7 @@ pub(super) fn avx2<const M: usize, const BYTES: bool>(
     acts: [ActRow<'_>; M],
     out: &mut [[f32; ROWS]; M],
 ) {
-    // SAFETY: `Simd::Avx2` is only made by `Simd::detect`, after `has_avx2`.
+    // SAFETY: `Simd::Avx2` is only made after `has_avx2`.
     unsafe { x86::avx2::<M, BYTES>(tile, acts, out) }
 }
 
@@ -36,7 +36,7 @@ pub(super) fn avx512_vnni<const M: usize, const BYTES: bool>(
     acts: [ActRow<'_>; M],
     out: &mut [[f32; ROWS]; M],
 ) {
-    // SAFETY: `Simd::Avx512Vnni` is only made by `Simd::detect`, after `has_avx512_vnni`.
+    // SAFETY: `Simd::Avx512Vnni` is only made after `has_avx512_vnni`.
     unsafe { x86::avx512_vnni::<M, BYTES>(tile, acts, out) }
 }
 
@@ -54,6 +54,7 @@ pub(super) fn has_avx512_vnni() -> bool {
 pub(super) use super::tiles::{portable as avx2, portable as avx512_vnni};
 
 #[cfg(target_arch = "x86_64")]
+#[allow(clippy::needless_range_loop)] // One index names the same row in several arrays.
 mod x86 {
     use super::super::tiles::{ActRow, BLOCK, Line, ROWS, Tile};
     use std::arch::x86_64::*;
