@@ -185,23 +185,20 @@ impl Order {
             last[worker] = row as i32;
         }
 
-        let (mut row, mut chunk) = (0, 0);
+        // Whole chunks in request order, as (row, chunk) of the next one.
+        let (mut row, mut chunk) = (0_usize, 0_i32);
+        let mut whole_of_row = counts.first().map_or(0, |count| count - 1);
         self.worker_indptr.push(0);
         for (worker, &last) in last.iter().enumerate() {
-            let mut need = each as i32 + i32::from(worker < one_more);
-            while need > 0 {
-                let available = counts[row] - 1 - chunk;
-                if available <= 0 {
+            for _ in 0..each + usize::from(worker < one_more) {
+                while chunk >= whole_of_row {
                     row += 1;
                     chunk = 0;
-                    continue;
+                    whole_of_row = counts[row] - 1;
                 }
-                let take = available.min(need);
-                self.requests
-                    .extend(core::iter::repeat_n(row as i32, take as usize));
-                self.chunks.extend(chunk..chunk + take);
-                chunk += take;
-                need -= take;
+                self.requests.push(row as i32);
+                self.chunks.push(chunk);
+                chunk += 1;
             }
             let mut remainder = last;
             while remainder != NONE {
