@@ -20,6 +20,10 @@ use timetable_sandbox::{BuiltBy, GroupBuilder, GroupSetup, Limits, Sandbox};
 const STEP: &str = r#"{
     "query_start_loc": [0, 1, 2, 22],
     "seq_lens": [5, 17, 32],
+    "num_reqs": 3,
+    "num_actual_tokens": 22,
+    "max_query_len": 20,
+    "max_seq_len": 32,
     "block_table": [[1, 0], [2, 3], [4, 5]],
     "slot_mapping": [20, 48, 76, 77, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95],
     "is_prefilling": [false, false, true],
@@ -29,7 +33,10 @@ const STEP: &str = r#"{
 
 fn main() -> Result<()> {
     let (bytes, origin) = match std::env::args().nth(1) {
-        Some(path) => (std::fs::read(&path).with_context(|| format!("cannot read {path}"))?, path),
+        Some(path) => (
+            std::fs::read(&path).with_context(|| format!("cannot read {path}"))?,
+            path,
+        ),
         None => embedded()?,
     };
 
@@ -39,7 +46,8 @@ fn main() -> Result<()> {
 
     // Once per attention group: the component's builder, and the plain one that serves when it cannot.
     let step = StepDescription::from_json(STEP)?.validate()?;
-    let plain = plain_builder(component.family(), &step.config).map_err(|error| anyhow::anyhow!(error.message))?;
+    let plain = plain_builder(component.family(), &step.config)
+        .map_err(|error| anyhow::anyhow!(error.message))?;
     let setup = GroupSetup {
         name: "model.layers.0-29".into(),
         config: step.config.clone(),
@@ -74,6 +82,7 @@ fn main() -> Result<()> {
 }
 
 fn embedded() -> Result<(Vec<u8>, String)> {
-    let embedded = timetable_reference::component("flash-attn").context("no embedded FLASH_ATTN builder")?;
+    let embedded =
+        timetable_reference::component("flash-attn").context("no embedded FLASH_ATTN builder")?;
     Ok((embedded.bytes.to_vec(), "embedded".to_owned()))
 }

@@ -378,7 +378,7 @@ impl GroupBuilder {
     ) -> Result<StepMetadata, StepError> {
         self.step_boundary();
         let call = |builder: &mut dyn MetadataBuilder| builder.build(common, fast_build);
-        self.serve(true, &call, &verify)
+        self.serve(Some(common.num_reqs), &call, &verify)
     }
 
     /// Metadata for capturing a CUDA graph with this batch's shape. No step boundary.
@@ -391,7 +391,7 @@ impl GroupBuilder {
         verify: impl Fn(&Metadata) -> Result<(), R>,
     ) -> Result<StepMetadata, StepError> {
         let call = |builder: &mut dyn MetadataBuilder| builder.build_for_cudagraph_capture(common);
-        self.serve(false, &call, &verify)
+        self.serve(None, &call, &verify)
     }
 
     /// Metadata for step `draft_index` of a drafter. No step boundary: all drafts of a step have one version.
@@ -406,7 +406,7 @@ impl GroupBuilder {
     ) -> Result<StepMetadata, StepError> {
         let call =
             |builder: &mut dyn MetadataBuilder| builder.build_for_drafting(common, draft_index);
-        self.serve(false, &call, &verify)
+        self.serve(None, &call, &verify)
     }
 
     /// `metadata`, of an equal group, for the block table and slots that `common` describes; built anew by a builder that
@@ -427,7 +427,7 @@ impl GroupBuilder {
                 builder.build(common, false)
             }
         };
-        self.serve(false, &call, &verify)
+        self.serve(None, &call, &verify)
     }
 
     /// What a graph captured with `shape` may rely on, whoever builds the step that is replayed: the larger of the
@@ -464,7 +464,7 @@ impl GroupBuilder {
 
     fn serve<R: fmt::Display>(
         &mut self,
-        counts: bool,
+        step_of_rows: Option<u32>,
         call: Call<'_>,
         verify: &impl Fn(&Metadata) -> Result<(), R>,
     ) -> Result<StepMetadata, StepError> {
@@ -485,9 +485,9 @@ impl GroupBuilder {
                 Ok(metadata) => {
                     if let Some(current) = &mut self.current {
                         current.faults_in_a_row = 0;
-                        if counts {
+                        if let Some(rows) = step_of_rows {
                             let nanoseconds = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
-                            current.version.metrics.step(nanoseconds, &metadata);
+                            current.version.metrics.step(nanoseconds, &metadata, rows);
                         }
                     }
                     return Ok(StepMetadata {
@@ -505,7 +505,7 @@ impl GroupBuilder {
 
         match call(&mut *self.plain).and_then(verified) {
             Ok(metadata) => {
-                if counts {
+                if step_of_rows.is_some() {
                     self.shared.plain_steps.fetch_add(1, Ordering::Relaxed);
                 }
                 Ok(StepMetadata {

@@ -141,25 +141,24 @@ impl VersionMetrics {
             .filter(|(_, count)| *count > 0)
     }
 
-    pub(crate) fn step(&self, nanoseconds: u64, metadata: &Metadata) {
+    pub(crate) fn step(&self, nanoseconds: u64, metadata: &Metadata, rows: u32) {
         self.steps.fetch_add(1, Relaxed);
         self.build_ns.record(nanoseconds);
-        if let Some((splits, work_items)) = chosen(metadata) {
+        if let Some((splits, work_items)) = chosen(metadata, rows) {
             self.splits.record(splits);
             self.work_items.record(work_items);
         }
     }
 }
 
-/// What a builder chose: the largest number of parts that one request's keys are divided into, and the number of work items.
+/// What a builder chose for a step of `rows` rows: the largest number of parts that one request's keys are divided into, and the number of work items.
 /// None for families that schedule nothing themselves.
-pub fn chosen(metadata: &Metadata) -> Option<(u64, u64)> {
+pub fn chosen(metadata: &Metadata, rows: u32) -> Option<(u64, u64)> {
     match metadata {
         Metadata::FlashAttn(metadata) => {
             let schedule = &metadata.schedule;
-            let rows = u64::from(metadata.num_decode_reqs) + u64::from(metadata.num_prefill_reqs);
             let items = if schedule.num_splits.is_empty() {
-                rows
+                u64::from(rows)
             } else {
                 schedule
                     .num_splits
