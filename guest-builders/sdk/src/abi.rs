@@ -68,7 +68,7 @@ unsafe impl GlobalAlloc for Global {
         // SAFETY: the caller's block, of this heap.
         unsafe {
             HEAP.get()
-                .release(block as usize, layout.size(), layout.align())
+                .release(block as usize, layout.size(), layout.align());
         }
     }
 

@@ -43,6 +43,7 @@ pub struct Heap<P> {
 }
 
 /// Where allocations went before `keep_allocations`.
+#[derive(Clone, Copy, Debug)]
 pub struct Phase(bool);
 
 impl<P: Pages> Heap<P> {

@@ -92,7 +92,7 @@ impl Chunk {
                     let count = (end - start) as u32 as u64;
                     take(
                         row,
-                        (u128::from(count + round_up) * u128::from(factor) >> shift) as u32,
+                        ((u128::from(count + round_up) * u128::from(factor)) >> shift) as u32,
                     );
                 }
             }
