@@ -1,0 +1,323 @@
+// Decode attention: items of at most 16 packed query rows, bound by memory bandwidth.
+//
+// A block is one item for one KV head. Its warps share nothing until the end: each walks its own runs of 16 keys (run w,
+// w + WARPS, ...) through a pipeline of STAGES shared-memory stages that it fills itself with cp.async, so that no barrier
+// stands in the loop. The packed rows are the 16 rows of an mma tile. At the end the warps' results are merged in warp
+// order, and the item's partial is merged with the others of its tile by the block that comes last.
+#pragma once
+
+#include "attention.cuh"
+
+namespace tt {
+
+template <class KV, int D, int WARPS, int STAGES>
+constexpr int kDecodeSharedBytes = WARPS * STAGES * 16 * kStateBytes<KV, D>;
+
+template <class E, class KV, int D, int WARPS, int STAGES>
+__device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
+    // fp8 states are widened to f16, which is cheaper than to bf16, and exact.
+    using M = typename Choose<IsFp8<KV>::value, __half, E>::type;
+    using F = Fragments<M, KV, D>;
+    constexpr int kRun = 16;
+    constexpr int kStage = kRun * kStateBytes<KV, D>;
+    constexpr int kOutStride = D + 4;
+    static_assert(kDecodeSharedBytes<KV, D, WARPS, STAGES> >= WARPS * 16 * kOutStride * 4, "the final merge fits");
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ float2 states[WARPS][16];
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int index = blockIdx.x / p.num_kv_heads, kv_head = blockIdx.x % p.num_kv_heads;
+    const TtWorkItem item = load_item(p.items + index);
+    const TtWorkHeader header = load_header(p.header);
+    if (header.tail_begin < header.tail_end) {
+        clear_tail<E, D>(p, header);
+    }
+    if (index >= header.num_items) {
+        return;
+    }
+    const int group = p.num_heads / p.num_kv_heads;
+    const int rows = item.row_end - item.row_begin;
+    const KeyRange range = key_range(item, group, p.sliding_window);
+    const int start = range.low & ~15;
+    const int runs = range.high > range.low ? (range.high - start + kRun - 1) / kRun : 0;
+    const int count = runs > warp ? (runs - warp + WARPS - 1) / WARPS : 0;
+
+    PageWalk walk;
+    walk.table = p.block_table + item.row * p.block_table_stride;
+    walk.block_stride = p.kv_block_stride;
+    walk.token_stride = p.kv_token_stride;
+    walk.first = start + warp * kRun;
+    walk.step = WARPS * kRun;
+    walk.count = count;
+    walk.block_size = p.block_size;
+    walk.lane = lane;
+    walk.start();
+
+    const KV *cache = static_cast<const KV *>(p.kv_cache) + kv_head * p.kv_head_stride;
+    const unsigned stages = shared_address(shared) + warp * STAGES * kStage;
+    auto issue = [&](int run, int stage) {
+        if (run < count) {
+            int64_t offset = walk.at(run);
+            copy_states<KV, D, kRun>(stages + stage * kStage, cache + offset, p.kv_token_stride,
+                                     walk.first + run * walk.step, range.low, range.high, lane);
+        }
+        copy_commit();
+    };
+    constexpr int kAhead = STAGES > 1 ? STAGES - 1 : 1;
+#pragma unroll
+    for (int run = 0; run < kAhead; ++run) {
+        if (STAGES > 1) {
+            issue(run, run);
+        }
+    }
+
+    // The queries, as A fragments. Row `lane / 4` and the row 8 below it.
+    const int t = lane & 3;
+    int row_low[2], row_high[2];
+    const E *query_rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        int row = lane / 4 + 8 * half;
+        int packed = item.row_begin + row;
+        int token = packed / group, member = packed - token * group;
+        int position = item.kv_len - item.query_len + token;
+        bool real = row < rows;
+        row_low[half] = max(range.low, first_key(position, p.sliding_window));
+        row_high[half] = real ? min(range.high, after_key(position, p.sliding_window, item.causal != 0)) : 0;
+        query_rows[half] = real ? static_cast<const E *>(p.query) + (item.first_token + token) * p.query_stride +
+                                      (kv_head * group + member) * D
+                                : nullptr;
+    }
+    unsigned q[D / 16][4];
+#pragma unroll
+    for (int step = 0; step < D / 16; ++step) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const unsigned *words = reinterpret_cast<const unsigned *>(query_rows[half]) + step * 8;
+            bool real = query_rows[half] != nullptr;
+            q[step][half] = real ? __ldg(words + (F::kFp8 ? 2 * t : t)) : 0;
+            q[step][half + 2] = real ? __ldg(words + (F::kFp8 ? 2 * t + 1 : t + 4)) : 0;
+        }
+    }
+    float scale = p.scale;
+    // What a row's scores are too small by, where its queries were scaled to fit f16.
+    float row_scale[2] = {1.0f, 1.0f};
+    if constexpr (F::kFp8) {
+        scale *= kv_scale(p.k_scale, p.kv_scale_stride, kv_head) * Type<M>::kFp8Scale;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if constexpr (!IsSame<E, M>::value) {
+                float largest = 0.0f;
+#pragma unroll
+                for (int step = 0; step < D / 16; ++step) {
+#pragma unroll
+                    for (int i = half; i < 4; i += 2) {
+                        float2 pair = Type<E>::unpack(q[step][i]);
+                        largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+                    }
+                }
+                largest = quad_max(largest);
+                // 2^(14 - exponent): the largest element lands in [2^14, 2^15).
+                int exponent = min(max((__float_as_int(largest) >> 23) - 127, -100), 100);
+                const float factor = __int_as_float((14 - exponent + 127) << 23);
+                row_scale[half] = __int_as_float((exponent - 14 + 127) << 23);
+#pragma unroll
+                for (int step = 0; step < D / 16; ++step) {
+#pragma unroll
+                    for (int i = half; i < 4; i += 2) {
+                        float2 pair = Type<E>::unpack(q[step][i]);
+                        q[step][i] = Type<M>::pack(pair.x * factor, pair.y * factor);
+                    }
+                }
+            }
+#pragma unroll
+            for (int step = 0; step < D / 16; ++step) {
+                F::permute_query(q[step][half], q[step][half + 2]);
+            }
+        }
+    }
+    const Scorer scorer(scale, p.soft_cap);
+    float o[D / 8][4];
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i) {
+        o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
+    }
+    float top[2] = {minus_inf(), minus_inf()}, weight[2] = {0.0f, 0.0f};
+    const unsigned key_lane = F::key_lane(lane), value_lane = F::value_lane(lane);
+
+    int stage = 0, fill = kAhead % STAGES;
+    for (int run = 0; run < count; ++run) {
+        if constexpr (STAGES > 1) {
+            copy_wait<STAGES - 2>();
+            __syncwarp();
+            // The stage that is filled now was read in the last round, before the barrier.
+            issue(run + kAhead, fill);
+            fill = fill + 1 == STAGES ? 0 : fill + 1;
+        } else {
+            issue(run, 0);
+            copy_wait<0>();
+            __syncwarp();
+        }
+        const unsigned keys = stages + stage * kStage + key_lane, values = stages + stage * kStage + value_lane;
+        // Two sums a tile, of even and odd steps: shorter chains.
+        float even[2][4] = {}, odd[2][4] = {};
+#pragma unroll
+        for (int span = 0; span < D / F::kSpan; ++span) {
+            unsigned b[F::kSpan / 16][2][2];
+            F::keys(b, keys, span);
+#pragma unroll
+            for (int i = 0; i < F::kSpan / 16; ++i) {
+                int step = span * (F::kSpan / 16) + i;
+#pragma unroll
+                for (int tile = 0; tile < 2; ++tile) {
+                    Type<M>::mma(step % 2 ? odd[tile] : even[tile], q[step], b[i][tile][0], b[i][tile][1]);
+                }
+            }
+        }
+        float s[2][4];
+        const int key = walk.first + run * walk.step;
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float score = even[tile][i] + odd[tile][i];
+                if constexpr (F::kFp8 && !IsSame<E, M>::value) {
+                    score *= row_scale[i >> 1];
+                }
+                s[tile][i] = scorer.score(score);
+            }
+        }
+        if (key < range.low_all || key + kRun > range.high_all) {
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    int at = key + tile * 8 + 2 * t + (i & 1);
+                    if (at < row_low[i >> 1] || at >= row_high[i >> 1]) {
+                        s[tile][i] = minus_inf();
+                    }
+                }
+            }
+        }
+        float shift[2], highest[2];
+        bool raised = false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float high = fmaxf(fmaxf(s[0][2 * half], s[0][2 * half + 1]), fmaxf(s[1][2 * half], s[1][2 * half + 1]));
+            high = fmaxf(quad_max(high), top[half]);
+            shift[half] = high == minus_inf() ? 0.0f : high;
+            raised |= high > top[half];
+            highest[half] = high;
+        }
+        if (__any_sync(0xffffffffu, raised)) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float shrink = exp2_approx(top[half] - shift[half]);
+                top[half] = highest[half];
+                weight[half] *= shrink;
+#pragma unroll
+                for (int i = 0; i < D / 8; ++i) {
+                    o[i][2 * half] *= shrink;
+                    o[i][2 * half + 1] *= shrink;
+                }
+            }
+        }
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                s[tile][i] = exp2_approx(s[tile][i] - shift[i >> 1]);
+                weight[i >> 1] += s[tile][i];
+            }
+        }
+        const unsigned a[4] = {Type<M>::pack(s[0][0], s[0][1]), Type<M>::pack(s[0][2], s[0][3]),
+                               Type<M>::pack(s[1][0], s[1][1]), Type<M>::pack(s[1][2], s[1][3])};
+#pragma unroll
+        for (int span = 0; span < D / F::kSpan; ++span) {
+            unsigned b[F::kSpan / 16][2][2];
+            F::values(b, values, span);
+#pragma unroll
+            for (int i = 0; i < F::kSpan / 16; ++i) {
+#pragma unroll
+                for (int tile = 0; tile < 2; ++tile) {
+                    Type<M>::mma(o[(span * (F::kSpan / 16) + i) * 2 + tile], a, b[i][tile][0], b[i][tile][1]);
+                }
+            }
+        }
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        if constexpr (STAGES == 1) {
+            __syncwarp();
+        }
+    }
+    copy_wait<0>();
+    // A warp's result goes where another warp's stages may lie: all must be done reading.
+    __syncthreads();
+
+    float *out_shared = reinterpret_cast<float *>(shared) + warp * 16 * kOutStride;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        int row = lane / 4 + 8 * half;
+        float total = quad_sum(weight[half]);
+        if (row < rows) {
+            if (t == 0) {
+                states[warp][row] = make_float2(top[half], total);
+            }
+            F::store_columns(o, half, lane, [&](int column, float x, float y) {
+                *reinterpret_cast<float2 *>(out_shared + row * kOutStride + column) = make_float2(x, y);
+            });
+        }
+    }
+    __syncthreads();
+
+    float value_scale = 1.0f;
+    if constexpr (F::kFp8) {
+        value_scale = kv_scale(p.v_scale, p.kv_scale_stride, kv_head) * Type<M>::kFp8Scale;
+    }
+    const bool whole = item.num_slots <= 1;
+    for (int i = threadIdx.x; i < rows * (D / 4); i += WARPS * 32) {
+        int row = i / (D / 4), column = i % (D / 4) * 4;
+        float high = minus_inf();
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            high = fmaxf(high, states[w][row].x);
+        }
+        float shift = high == minus_inf() ? 0.0f : high, total = 0.0f;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            float2 state = states[w][row];
+            float factor = exp2f(state.x - shift);
+            const float4 x =
+                *reinterpret_cast<const float4 *>(reinterpret_cast<float *>(shared) + (w * 16 + row) * kOutStride + column);
+            total = fmaf(factor, state.y, total);
+            sum.x = fmaf(factor, x.x, sum.x);
+            sum.y = fmaf(factor, x.y, sum.y);
+            sum.z = fmaf(factor, x.z, sum.z);
+            sum.w = fmaf(factor, x.w, sum.w);
+        }
+        float inverse = total == 0.0f ? 0.0f : value_scale / total;
+        sum = make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
+        float lse = total == 0.0f ? minus_inf() : shift + log2f(total);
+        if (whole) {
+            int packed = item.row_begin + row;
+            int64_t token = item.first_token + packed / group;
+            int head = kv_head * group + packed % group;
+            E *out = static_cast<E *>(p.output) + token * p.output_stride + head * D + column;
+            *reinterpret_cast<uint2 *>(out) = make_uint2(Type<E>::pack(sum.x, sum.y), Type<E>::pack(sum.z, sum.w));
+            if (column == 0 && p.lse != nullptr) {
+                p.lse[token * p.num_heads + head] = lse * kLn2;
+            }
+        } else {
+            int64_t at = partial_index(p, item.slot, kv_head, row);
+            *reinterpret_cast<float4 *>(p.partial_output + at * D + column) = sum;
+            if (column == 0) {
+                p.partial_lse[at] = lse;
+            }
+        }
+    }
+    if (!whole) {
+        merge_if_last<E, D, WARPS * 32>(p, item, kv_head, group);
+    }
+}
+
+}  // namespace tt

@@ -1,0 +1,169 @@
+// The model's other layers: RMSNorm, RoPE, SiLU times, embedding, greedy argmax. Plain rather than clever. Arithmetic is
+// f32 whatever the element type; each element is rounded once. Must never know attention.
+#include "common.cuh"
+
+namespace tt {
+
+__device__ __forceinline__ float block_sum(float x) {
+    __shared__ float sums[32];
+    for (int mask = 16; mask > 0; mask >>= 1) {
+        x += __shfl_xor_sync(0xffffffffu, x, mask);
+    }
+    if (threadIdx.x % 32 == 0) {
+        sums[threadIdx.x / 32] = x;
+    }
+    __syncthreads();
+    float total = 0.0f;
+    for (int i = 0; i < blockDim.x / 32; ++i) {
+        total += sums[i];
+    }
+    __syncthreads();
+    return total;
+}
+
+// out = x / sqrt(mean(x^2) + eps) * weight, one block a row. With a residual, x = input + residual, which is written back
+// to the residual, rounded, before it is normalised.
+template <class E>
+__device__ __forceinline__ void rms_norm(E *output, const E *input, E *residual, const E *weight, int64_t output_stride,
+                                         int64_t input_stride, int64_t residual_stride, int hidden, float eps) {
+    const int64_t row = blockIdx.x;
+    const E *in = input + row * input_stride;
+    E *rest = residual == nullptr ? nullptr : residual + row * residual_stride;
+    E *out = output + row * output_stride;
+    float squares = 0.0f;
+    for (int i = threadIdx.x; i < hidden; i += blockDim.x) {
+        float x = Type<E>::widen(in[i]);
+        if (rest != nullptr) {
+            E sum = Type<E>::narrow(x + Type<E>::widen(rest[i]));
+            rest[i] = sum;
+            x = Type<E>::widen(sum);
+        }
+        squares = fmaf(x, x, squares);
+    }
+    const float factor = rsqrtf(block_sum(squares) / static_cast<float>(hidden) + eps);
+    const E *from = rest != nullptr ? rest : in;
+    for (int i = threadIdx.x; i < hidden; i += blockDim.x) {
+        out[i] = Type<E>::narrow(Type<E>::widen(from[i]) * factor * Type<E>::widen(weight[i]));
+    }
+}
+
+// Rotates the first rotary_size elements of each head in place. cos_sin is f32 [positions, rotary_size], cosines before
+// sines. Pairs are (i, i + rotary_size / 2), or neighbours where interleaved. Grid: (tokens); positions are s64.
+template <class E>
+__device__ __forceinline__ void rope(E *x, const int64_t *positions, const float *cos_sin, int64_t stride, int num_heads,
+                                     int head_size, int rotary_size, int interleaved) {
+    const int64_t token = blockIdx.x;
+    const int half = rotary_size / 2;
+    const float *cosines = cos_sin + positions[token] * rotary_size;
+    for (int i = threadIdx.x; i < num_heads * half; i += blockDim.x) {
+        int head = i / half, pair = i % half;
+        E *a = x + token * stride + static_cast<int64_t>(head) * head_size + (interleaved ? 2 * pair : pair);
+        E *b = a + (interleaved ? 1 : half);
+        float cosine = cosines[pair], sine = cosines[half + pair];
+        float u = Type<E>::widen(*a), v = Type<E>::widen(*b);
+        *a = Type<E>::narrow(u * cosine - v * sine);
+        *b = Type<E>::narrow(v * cosine + u * sine);
+    }
+}
+
+// out[r, i] = silu(in[r, i]) * in[r, size + i]. Grid: (rows).
+template <class E>
+__device__ __forceinline__ void silu_mul(E *output, const E *input, int64_t output_stride, int64_t input_stride, int size) {
+    const int64_t row = blockIdx.x;
+    const E *in = input + row * input_stride;
+    E *out = output + row * output_stride;
+    for (int i = threadIdx.x; i < size; i += blockDim.x) {
+        float gate = Type<E>::widen(in[i]), up = Type<E>::widen(in[size + i]);
+        out[i] = Type<E>::narrow(gate / (1.0f + expf(-gate)) * up);
+    }
+}
+
+// out[t] = table[ids[t]], zeros for an id outside the vocabulary. Rows of a multiple of 16 bytes. Grid: (tokens).
+template <class E>
+__device__ __forceinline__ void embedding(E *output, const E *table, const int32_t *ids, int64_t output_stride, int hidden,
+                                          int vocabulary) {
+    const int64_t token = blockIdx.x;
+    const int id = ids[token];
+    const bool real = id >= 0 && id < vocabulary;
+    const uint4 *from = reinterpret_cast<const uint4 *>(table + static_cast<int64_t>(real ? id : 0) * hidden);
+    uint4 *to = reinterpret_cast<uint4 *>(output + token * output_stride);
+    for (int i = threadIdx.x; i < hidden * static_cast<int>(sizeof(E)) / 16; i += blockDim.x) {
+        to[i] = real ? __ldg(from + i) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+// The index of the largest logit, the lowest of equals; NaN never wins, and a row of nothing else gives 0. Grid: (rows).
+template <class E>
+__device__ __forceinline__ void argmax(int32_t *output, const E *logits, int64_t stride, int vocabulary) {
+    __shared__ float values[32];
+    __shared__ int indices[32];
+    const E *row = logits + blockIdx.x * stride;
+    float best = minus_inf();
+    int at = 0x7fffffff;
+    auto take = [&](float x, int i) {
+        if (x > best || (x == best && i < at)) {
+            best = x;
+            at = i;
+        }
+    };
+    // Vectors of 16 bytes where the row is aligned, elements for the rest.
+    constexpr int kWide = 16 / static_cast<int>(sizeof(E));
+    const int wide = reinterpret_cast<unsigned long long>(row) % 16 == 0 ? vocabulary / kWide : 0;
+#pragma unroll 4
+    for (int v = threadIdx.x; v < wide; v += blockDim.x) {
+        uint4 words = __ldg(reinterpret_cast<const uint4 *>(row) + v);
+        const E *elements = reinterpret_cast<const E *>(&words);
+#pragma unroll
+        for (int j = 0; j < kWide; ++j) {
+            take(Type<E>::widen(elements[j]), v * kWide + j);
+        }
+    }
+    for (int i = wide * kWide + threadIdx.x; i < vocabulary; i += blockDim.x) {
+        take(Type<E>::widen(row[i]), i);
+    }
+    for (int mask = 16; mask > 0; mask >>= 1) {
+        float x = __shfl_xor_sync(0xffffffffu, best, mask);
+        int i = __shfl_xor_sync(0xffffffffu, at, mask);
+        take(x, i);
+    }
+    if (threadIdx.x % 32 == 0) {
+        values[threadIdx.x / 32] = best;
+        indices[threadIdx.x / 32] = at;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int w = 1; w < blockDim.x / 32; ++w) {
+            take(values[w], indices[w]);
+        }
+        output[blockIdx.x] = at == 0x7fffffff ? 0 : at;
+    }
+}
+
+}  // namespace tt
+
+// Grid: one block a row (token); the block's size is a multiple of 32, at most 1,024.
+#define TT_LAYERS(suffix, E)                                                                                          \
+    extern "C" __global__ void tt_rms_norm_##suffix(E *output, const E *input, E *residual, const E *weight,          \
+                                                    int64_t output_stride, int64_t input_stride,                      \
+                                                    int64_t residual_stride, int hidden, float eps) {                 \
+        tt::rms_norm<E>(output, input, residual, weight, output_stride, input_stride, residual_stride, hidden, eps);  \
+    }                                                                                                                 \
+    extern "C" __global__ void tt_rope_##suffix(E *x, const int64_t *positions, const float *cos_sin, int64_t stride, \
+                                                int num_heads, int head_size, int rotary_size, int interleaved) {     \
+        tt::rope<E>(x, positions, cos_sin, stride, num_heads, head_size, rotary_size, interleaved);                   \
+    }                                                                                                                 \
+    extern "C" __global__ void tt_silu_mul_##suffix(E *output, const E *input, int64_t output_stride,                 \
+                                                    int64_t input_stride, int size) {                                 \
+        tt::silu_mul<E>(output, input, output_stride, input_stride, size);                                            \
+    }                                                                                                                 \
+    extern "C" __global__ void tt_embedding_##suffix(E *output, const E *table, const int32_t *ids,                   \
+                                                     int64_t output_stride, int hidden, int vocabulary) {             \
+        tt::embedding<E>(output, table, ids, output_stride, hidden, vocabulary);                                      \
+    }                                                                                                                 \
+    extern "C" __global__ void tt_argmax_##suffix(int32_t *output, const E *logits, int64_t stride, int vocabulary) { \
+        tt::argmax<E>(output, logits, stride, vocabulary);                                                            \
+    }
+
+TT_LAYERS(bf16, __nv_bfloat16)
+TT_LAYERS(f16, __half)
+TT_LAYERS(f32, float)

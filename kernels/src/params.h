@@ -1,0 +1,172 @@
+/* What the host passes to the kernels: plain structs, passed by value, that the host mirrors field by field.
+ *
+ * Knows layouts and units; must never know how work was chosen, nor any CUDA type. Every offset is 64-bit. Strides are in
+ * elements. T tokens, R requests (rows), W block-table columns, Hq query heads, Hkv KV heads, D head size, G = Hq / Hkv.
+ *
+ * A packed row is one query token of one of the G query heads that share a KV head, token-major: packed row p of a request
+ * is token p / G, head kv_head * G + p % G. */
+#ifndef TIMETABLE_PARAMS_H
+#define TIMETABLE_PARAMS_H
+
+#ifdef __CUDACC_RTC__
+typedef int int32_t;
+typedef long long int64_t;
+#else
+#include <stdint.h>
+#endif
+
+/* One work item: one tile of packed query rows of one request against one range of its keys; executed once per KV head.
+ * 48 bytes, aligned to 16. */
+typedef struct TtWorkItem {
+    int32_t row;         /* the request's pages begin at block_table + row * block_table_stride */
+    int32_t first_token; /* the request's first query token */
+    int32_t query_len;   /* query tokens of the request */
+    int32_t kv_len;      /* keys of the request, this step's included */
+    int32_t row_begin;   /* packed query rows [row_begin, row_end) of the request; at most the kernel's tile */
+    int32_t row_end;
+    int32_t key_begin; /* keys [key_begin, key_end); key_begin is a multiple of the block size */
+    int32_t key_end;
+    int32_t causal;     /* 0 or 1 */
+    int32_t slot;       /* where this item's partial result goes; num_slots > 1 only */
+    int32_t first_slot; /* the tile's partials are slots [first_slot, first_slot + num_slots), in key order */
+    int32_t num_slots;  /* 1: the item writes the output itself */
+} TtWorkItem;
+
+/* Stands before the items: written by a plan kernel, read by every attention launch of the step. 16 bytes. */
+typedef struct TtWorkHeader {
+    int32_t num_items;  /* may exceed max_work_items only where a plan broke its promise; kernels clamp */
+    int32_t tail_begin; /* tokens [tail_begin, tail_end) belong to no request: output 0, LSE -inf */
+    int32_t tail_end;
+    int32_t reserved;
+} TtWorkHeader;
+
+/* Arguments of tt_plan_flash_attn: from num_splits to work items, once per step. */
+typedef struct TtPlanParams {
+    TtWorkHeader *header;
+    TtWorkItem *items;              /* [max_work_items] */
+    const int32_t *query_start_loc; /* [R + 1] */
+    const int32_t *seq_lens;        /* [R] */
+    const int32_t *num_splits;      /* [R], each at least 1; null: all 1 */
+    const int32_t *row_order;       /* [R], a permutation: the order in which rows' tiles start; null: natural */
+    const int32_t *causal;          /* [R]; null: causal_all */
+    int32_t num_reqs;
+    int32_t num_tokens; /* tokens of the (padded) batch */
+    int32_t block_size;
+    int32_t heads_per_kv_head;
+    int32_t tile_rows;       /* packed rows of one tile: 16 for the decode kernels, 64 or 128 for the prefill kernels */
+    int32_t min_packed_rows; /* only requests with at least, and at most, this many packed rows */
+    int32_t max_packed_rows;
+    int32_t max_num_splits; /* the launch promise: larger entries are cut to it */
+    int32_t max_work_items; /* the launch promise: items beyond it are dropped, never written */
+    int32_t causal_all;
+    int32_t with_tail; /* 1: this launch's kernel also clears the tokens that no request covers */
+    int32_t reserved;
+} TtPlanParams;
+
+/* Arguments of tt_plan_flashinfer: a FlashInfer work list of one part (decodes or prefills), to work items. The attention
+ * kernels then take paged_kv_indices for block_table, and 1 for its stride. */
+typedef struct TtWorkListParams {
+    TtWorkHeader *header;
+    TtWorkItem *items;              /* [max_work_items] */
+    const int32_t *qo_indptr;       /* [n + 1], rebased to the part */
+    const int32_t *paged_kv_indptr; /* [n + 1] */
+    const int32_t *seq_lens;        /* [n] keys of each request */
+    const int32_t *request_indices; /* [w] */
+    const int32_t *qo_tile_indices; /* [w] */
+    const int32_t *kv_tile_indices; /* [w] */
+    const int32_t *merge_indptr;    /* [num_tiles + 1] */
+    int32_t num_items;              /* w */
+    int32_t num_reqs;               /* n */
+    int32_t num_tiles;              /* query tiles of all requests */
+    int32_t first_token;            /* the part's first token */
+    int32_t heads_per_kv_head;
+    int32_t cta_tile_q;
+    int32_t kv_chunk_size;
+    int32_t max_work_items;
+    int32_t causal;
+    int32_t tail_begin; /* as in the header; equal: none */
+    int32_t tail_end;
+    int32_t reserved;
+} TtWorkListParams;
+
+/* Arguments of the decode and prefill kernels: one layer. */
+typedef struct TtAttentionParams {
+    const void *query;          /* [T, Hq, D] */
+    const void *kv_cache;       /* [num_blocks, Hkv, block_size, 2 * D] by strides; a key, then its value, adjacent */
+    void *output;               /* [T, Hq, D], the query's dtype */
+    float *lse;                 /* f32 [T, Hq], natural log; null: not wanted */
+    float *partial_output;      /* f32 [max_work_items, Hkv, partial_rows, D] */
+    float *partial_lse;         /* f32 [max_work_items, Hkv, partial_rows], log2 */
+    int32_t *merge_counters;    /* s32 [max_work_items, Hkv]: zero before the first launch; every launch leaves zeros */
+    const int32_t *block_table; /* s32 [R, W] */
+    const TtWorkHeader *header;
+    const TtWorkItem *items;
+    const float *k_scale; /* fp8 caches: [1], or [Hkv] with kv_scale_stride 1; null: 1 */
+    const float *v_scale;
+    int64_t query_stride;  /* of a token; heads are D apart */
+    int64_t output_stride; /* of a token */
+    int64_t kv_block_stride;
+    int64_t kv_head_stride;
+    int64_t kv_token_stride; /* 16-byte multiples, as all of the cache's strides */
+    int64_t block_table_stride;
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t block_size;     /* a multiple of 16 */
+    int32_t sliding_window; /* keys a token sees, itself included; 0: all */
+    int32_t partial_rows;   /* at least the packed rows of any item with num_slots > 1 */
+    int32_t max_work_items;
+    int32_t kv_scale_stride;
+    float scale;
+    float soft_cap; /* 0: none */
+    int32_t reserved;
+} TtAttentionParams;
+
+/* Arguments of the plain f32 attention kernel. */
+typedef struct TtPlainAttentionParams {
+    const float *query;    /* [T, Hq, D] */
+    const float *kv_cache; /* as above */
+    float *output;         /* [T, Hq, D] */
+    float *lse;            /* [T, Hq] or null */
+    const int32_t *block_table;
+    const int32_t *query_start_loc; /* [R + 1] */
+    const int32_t *seq_lens;        /* [R] */
+    const int32_t *causal;          /* [R]; null: causal_all */
+    int64_t query_stride;
+    int64_t output_stride;
+    int64_t kv_block_stride;
+    int64_t kv_head_stride;
+    int64_t kv_token_stride;
+    int64_t block_table_stride;
+    int32_t num_reqs;
+    int32_t num_tokens;
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_size; /* at most 256 */
+    int32_t block_size;
+    int32_t sliding_window;
+    int32_t causal_all;
+    float scale;
+    float soft_cap;
+} TtPlainAttentionParams;
+
+/* Arguments of reshape_and_cache. */
+typedef struct TtScatterParams {
+    const void *key;   /* [T', Hkv, D], heads D apart */
+    const void *value; /* [T', Hkv, D] */
+    void *kv_cache;
+    const int64_t *slot_mapping; /* [num_slots]; negative: skipped */
+    const float *k_scale;        /* fp8: stored = convert(x / scale), saturating; null: 1 */
+    const float *v_scale;
+    int64_t key_stride; /* of a token */
+    int64_t value_stride;
+    int64_t kv_block_stride;
+    int64_t kv_head_stride;
+    int64_t kv_token_stride;
+    int64_t num_slots;
+    int32_t num_kv_heads;
+    int32_t head_size; /* a multiple of 16 */
+    int32_t block_size;
+    int32_t kv_scale_stride;
+} TtScatterParams;
+
+#endif

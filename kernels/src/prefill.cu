@@ -1,0 +1,22 @@
+// The prefill kernels. Grid: num_kv_heads * max_work_items blocks of 128 threads; tile of 128 packed rows (64 at a head of
+// 256). Dynamic shared memory: tt_shared_bytes_<name>.
+#include "prefill.cuh"
+
+#define TT_PREFILL(name, E, KV, D, BLOCKS, KEYS)                                                             \
+    extern "C" __global__ void __launch_bounds__(128, 2) name(const __grid_constant__ TtAttentionParams p) { \
+        tt::prefill_attention<E, KV, D, 4, BLOCKS, KEYS>(p);                                                 \
+    }                                                                                                        \
+    extern "C" {                                                                                             \
+    __device__ int tt_shared_bytes_##name = tt::kPrefillSharedBytes<KV, D, 4, BLOCKS, KEYS>;                 \
+    }
+
+TT_PREFILL(tt_prefill_bf16_d64, __nv_bfloat16, __nv_bfloat16, 64, 2, 64)
+TT_PREFILL(tt_prefill_bf16_d96, __nv_bfloat16, __nv_bfloat16, 96, 2, 64)
+TT_PREFILL(tt_prefill_bf16_d128, __nv_bfloat16, __nv_bfloat16, 128, 2, 64)
+TT_PREFILL(tt_prefill_bf16_d256, __nv_bfloat16, __nv_bfloat16, 256, 1, 32)
+TT_PREFILL(tt_prefill_f16_d64, __half, __half, 64, 2, 64)
+TT_PREFILL(tt_prefill_f16_d96, __half, __half, 96, 2, 64)
+TT_PREFILL(tt_prefill_f16_d128, __half, __half, 128, 2, 64)
+TT_PREFILL(tt_prefill_f16_d256, __half, __half, 256, 1, 32)
+TT_PREFILL(tt_prefill_bf16_fp8_d64, __nv_bfloat16, tt::Fp8, 64, 2, 64)
+TT_PREFILL(tt_prefill_bf16_fp8_d128, __nv_bfloat16, tt::Fp8, 128, 2, 32)

@@ -1,0 +1,304 @@
+// The other layers against f64 on the host, the ceilings, and times.
+#include "device.h"
+
+#include <cstring>
+
+namespace {
+
+std::vector<double> widen(const std::vector<unsigned char> &from, int kind) {
+    size_t n = from.size() / element_bytes(kind);
+    std::vector<double> to(n);
+    for (size_t i = 0; i < n; ++i) {
+        if (kind == 0) {
+            __nv_bfloat16 x;
+            std::memcpy(&x, &from[2 * i], 2);
+            to[i] = __bfloat162float(x);
+        } else if (kind == 1) {
+            __half x;
+            std::memcpy(&x, &from[2 * i], 2);
+            to[i] = __half2float(x);
+        } else {
+            float x;
+            std::memcpy(&x, &from[4 * i], 4);
+            to[i] = x;
+        }
+    }
+    return to;
+}
+
+const char *const names[] = {"bf16", "f16", "f32"};
+const double rounding[] = {1.0 / 256, 1.0 / 2048, 1e-6};
+
+// Every element within the type's rounding, relative to the larger of its size and `floor` (which cancellation leaves, or the
+// smallest normal f16).
+void compare(const std::string &what, const Buffer<unsigned char> &got, const std::vector<double> &want, int kind,
+             double floor) {
+    auto h = widen(got.host(), kind);
+    size_t bad = 0, first = 0;
+    double error = 0, norm = 0;
+    for (size_t i = 0; i < want.size(); ++i) {
+        double off = std::fabs(h[i] - want[i]);
+        error += off * off;
+        norm += want[i] * want[i];
+        if (!(off <= rounding[kind] * std::max({std::fabs(want[i]), floor, kind == 1 ? 6.2e-5 : 0.0})) && bad++ == 0) {
+            first = i;
+        }
+    }
+    double whole = std::sqrt(error / norm), bar = kind == 0 ? 1e-2 : kind == 1 ? 2e-3 : 2e-6;
+    char text[200];
+    std::snprintf(text, sizeof text, "%s %s: %zu of %zu beyond rounding, first %zu got %g want %g, whole %.2e", what.c_str(),
+                  names[kind], bad, want.size(), first, bad ? h[first] : 0, bad ? want[first] : 0, whole);
+    results.check(bad == 0 && whole <= bar && h.size() >= want.size(), text);
+}
+
+__global__ void copy_kernel(uint4 *to, const uint4 *from, size_t n) {
+    const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+    for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i + 3 * step < n; i += 4 * step) {
+        uint4 x[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            x[j] = __ldcs(from + i + j * step);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            __stcs(to + i + j * step, x[j]);
+        }
+    }
+}
+
+// Reads everything, writes next to nothing: what a decode's traffic looks like.
+__global__ void __launch_bounds__(512) read_kernel(unsigned *to, const uint4 *from, size_t n) {
+    unsigned sum = 0;
+    size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+    size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x;
+    for (; i + 7 * step < n; i += 8 * step) {
+        uint4 x[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            x[j] = __ldcs(from + i + j * step);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            sum += x[j].x ^ x[j].y ^ x[j].z ^ x[j].w;
+        }
+    }
+    if (sum == 0x12345678u) {
+        *to = sum;
+    }
+}
+
+// Independent mma.sync m16n8k16 on registers alone, on random operands.
+__global__ void __launch_bounds__(256) mma_kernel(float *to, const unsigned *from, int rounds) {
+    unsigned a[4], b[2];
+    for (int i = 0; i < 4; ++i) {
+        a[i] = from[threadIdx.x * 8 + i];
+    }
+    b[0] = from[threadIdx.x * 8 + 4];
+    b[1] = from[threadIdx.x * 8 + 5];
+    float d[8][4] = {};
+    for (int i = 0; i < rounds; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            asm volatile(
+                "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        }
+    }
+    float sum = 0;
+    for (int j = 0; j < 8; ++j) {
+        sum += d[j][0] + d[j][1] + d[j][2] + d[j][3];
+    }
+    to[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+}
+
+}  // namespace
+
+void test_layers() {
+    int before = results.passed;
+    for (int kind = 0; kind < 3; ++kind) {
+        const std::string suffix = std::string("_") + names[kind];
+        const int rows = 5, hidden = 576 + 16 * random_int(0, 40), bytes = element_bytes(kind);
+        const size_t n = static_cast<size_t>(rows) * hidden;
+        Buffer<unsigned char> x(n * bytes), weight(static_cast<size_t>(hidden) * bytes), rest(n * bytes), out(n * bytes);
+        fill_normal(x.data, n, kind, 1.0f);
+        fill_normal(weight.data, hidden, kind, 1.0f);
+        fill_normal(rest.data, n, kind, 1.0f);
+        CUDA(cudaStreamSynchronize(stream));
+        auto hx = widen(x.host(), kind), hw = widen(weight.host(), kind), hr = widen(rest.host(), kind);
+        for (bool residual : {false, true}) {
+            out.poison();
+            launch("tt_rms_norm" + suffix, rows, 256, 0, (void *)out.data, (const void *)x.data,
+                   (void *)(residual ? rest.data : nullptr), (const void *)weight.data, (int64_t)hidden, (int64_t)hidden,
+                   (int64_t)hidden, hidden, 1e-5f);
+            CUDA(cudaStreamSynchronize(stream));
+            // The residual as it was rounded.
+            auto sum = residual ? widen(rest.host(), kind) : hx;
+            std::vector<double> want(n);
+            for (int r = 0; r < rows; ++r) {
+                double squares = 0;
+                for (int i = 0; i < hidden; ++i) {
+                    squares += sum[r * hidden + i] * sum[r * hidden + i];
+                }
+                for (int i = 0; i < hidden; ++i) {
+                    want[r * hidden + i] = sum[r * hidden + i] / std::sqrt(squares / hidden + 1e-5) * hw[i];
+                }
+            }
+            compare(residual ? "rms_norm + residual" : "rms_norm", out, want, kind, 0);
+            if (residual) {
+                std::vector<double> added(n);
+                for (size_t i = 0; i < n; ++i) {
+                    added[i] = hx[i] + hr[i];
+                }
+                compare("residual", rest, added, kind, 0);
+            }
+        }
+        // RoPE: 3 heads of 64, 48 of them rotated.
+        for (int interleaved : {0, 1}) {
+            const int heads = 3, size = 64, rotary = 48, positions = 50;
+            const size_t m = static_cast<size_t>(rows) * heads * size;
+            Buffer<unsigned char> q(m * bytes);
+            fill_normal(q.data, m, kind, 1.0f);
+            CUDA(cudaStreamSynchronize(stream));
+            auto want = widen(q.host(), kind);
+            std::vector<float> table(positions * rotary);
+            for (int p = 0; p < positions; ++p) {
+                for (int i = 0; i < rotary / 2; ++i) {
+                    double angle = p * std::pow(10000.0, -2.0 * i / rotary);
+                    table[p * rotary + i] = static_cast<float>(std::cos(angle));
+                    table[p * rotary + rotary / 2 + i] = static_cast<float>(std::sin(angle));
+                }
+            }
+            std::vector<int64_t> at(rows);
+            for (int r = 0; r < rows; ++r) {
+                at[r] = random_int(0, positions - 1);
+                for (int h = 0; h < heads; ++h) {
+                    for (int i = 0; i < rotary / 2; ++i) {
+                        double *base = &want[(r * heads + h) * size];
+                        double &a = base[interleaved ? 2 * i : i], &b = base[interleaved ? 2 * i + 1 : i + rotary / 2];
+                        double cosine = table[at[r] * rotary + i], sine = table[at[r] * rotary + rotary / 2 + i];
+                        double u = a, v = b;
+                        a = u * cosine - v * sine;
+                        b = v * cosine + u * sine;
+                    }
+                }
+            }
+            Buffer<float> d_table(table);
+            Buffer<int64_t> d_at(at);
+            launch("tt_rope" + suffix, rows, 128, 0, (void *)q.data, (const void *)d_at.data, (const void *)d_table.data,
+                   (int64_t)(heads * size), heads, size, rotary, interleaved);
+            CUDA(cudaStreamSynchronize(stream));
+            compare("rope", q, want, kind, 0.5);
+        }
+        {
+            const int size = hidden / 2;
+            Buffer<unsigned char> y(static_cast<size_t>(rows) * size * bytes);
+            launch("tt_silu_mul" + suffix, rows, 256, 0, (void *)y.data, (const void *)x.data, (int64_t)size, (int64_t)hidden,
+                   size);
+            CUDA(cudaStreamSynchronize(stream));
+            std::vector<double> want(static_cast<size_t>(rows) * size);
+            for (int r = 0; r < rows; ++r) {
+                for (int i = 0; i < size; ++i) {
+                    double g = hx[r * hidden + i];
+                    want[r * size + i] = g / (1 + std::exp(-g)) * hx[r * hidden + size + i];
+                }
+            }
+            compare("silu_mul", y, want, kind, 0);
+        }
+        {
+            std::vector<int32_t> ids = {3, 0, -1, 4, rows};
+            Buffer<int32_t> d_ids(ids);
+            Buffer<unsigned char> y(n * bytes);
+            launch("tt_embedding" + suffix, rows, 128, 0, (void *)y.data, (const void *)x.data, (const void *)d_ids.data,
+                   (int64_t)hidden, hidden, rows);
+            CUDA(cudaStreamSynchronize(stream));
+            auto got = widen(y.host(), kind);
+            size_t wrong = 0;
+            for (int r = 0; r < rows; ++r) {
+                for (int i = 0; i < hidden; ++i) {
+                    bool real = ids[r] >= 0 && ids[r] < rows;
+                    wrong += !(got[r * hidden + i] == (real ? hx[ids[r] * hidden + i] : 0.0));
+                }
+            }
+            results.check(wrong == 0, "embedding" + suffix);
+        }
+        for (int vocabulary : {1, 31, 49152, 50257}) {
+            const size_t m = static_cast<size_t>(rows) * vocabulary;
+            Buffer<unsigned char> logits(m * bytes);
+            fill_normal(logits.data, m, kind, 3.0f);
+            CUDA(cudaMemset(logits.data, 0xff, static_cast<size_t>(vocabulary) * bytes));  // a row of NaN
+            CUDA(cudaMemset(logits.data + vocabulary * bytes, 0xff, bytes));               // one NaN, at the front
+            Buffer<int32_t> best(rows);
+            launch("tt_argmax" + suffix, rows, 1024, 0, (void *)best.data, (const void *)logits.data, (int64_t)vocabulary,
+                   vocabulary);
+            CUDA(cudaStreamSynchronize(stream));
+            auto h = widen(logits.host(), kind);
+            auto got = best.host();
+            for (int r = 0; r < rows; ++r) {
+                int want = 0;
+                double top = -INFINITY;
+                for (int i = 0; i < vocabulary; ++i) {
+                    if (h[static_cast<size_t>(r) * vocabulary + i] > top) {
+                        top = h[static_cast<size_t>(r) * vocabulary + i];
+                        want = i;
+                    }
+                }
+                results.check(got[r] == want, "argmax" + suffix + " of " + std::to_string(vocabulary) + ": got " +
+                                                  std::to_string(got[r]) + " want " + std::to_string(want));
+            }
+        }
+    }
+    std::printf("layers: %d checks\n", results.passed - before);
+}
+
+void bench_ceilings() {
+    const size_t bytes = 4ull << 30;
+    Buffer<unsigned char> a(bytes), b(bytes);
+    fill_normal(a.data, bytes / 4, 2, 1.0f);
+    double us = graph_time(1, 20, [&](int) { CUDA(cudaMemcpyAsync(b.data, a.data, bytes, cudaMemcpyDeviceToDevice, stream)); });
+    std::printf("ceiling: device copy of 4 GiB %.1f us, %.3f TB/s read + written\n", us, 2.0 * bytes / us / 1e6);
+    us = graph_time(1, 20, [&](int) {
+        copy_kernel<<<128 * 8, 512, 0, stream>>>(reinterpret_cast<uint4 *>(b.data), reinterpret_cast<uint4 *>(a.data), bytes / 16);
+    });
+    std::printf("ceiling: copy kernel of 4 GiB %.1f us, %.3f TB/s read + written\n", us, 2.0 * bytes / us / 1e6);
+    us = graph_time(1, 20, [&](int) {
+        read_kernel<<<128 * 4, 512, 0, stream>>>(reinterpret_cast<unsigned *>(b.data), reinterpret_cast<uint4 *>(a.data), bytes / 16);
+    });
+    std::printf("ceiling: read kernel of 4 GiB %.1f us, %.3f TB/s read\n", us, 1.0 * bytes / us / 1e6);
+    Buffer<float> sums(132 * 2 * 256);
+    fill_normal(a.data, 256 * 16, 0, 1.0f);
+    const int rounds = 20000;
+    us = graph_time(1, 10, [&](int) {
+        mma_kernel<<<132 * 2, 256, 0, stream>>>(sums.data, reinterpret_cast<unsigned *>(a.data), rounds);
+    });
+    std::printf("ceiling: mma.sync bf16 %.1f TFLOP/s\n", 132.0 * 2 * 8 * rounds * 8 * 4096 / us / 1e6);
+    Buffer<int32_t> best(1);
+    Buffer<float> one(32);
+    us = graph_time(1, 60, [&](int) {
+        launch("tt_argmax_f32", 1, 32, 0, (void *)best.data, (const void *)one.data, (int64_t)32, 32);
+    });
+    std::printf("floor: graph of one tiny kernel %.1f us\n", us);
+}
+
+void bench_layers() {
+    const int rows = 256, hidden = 4096, vocabulary = 128256;
+    Buffer<unsigned char> x(2ull * rows * 2 * 14336), weight(2ull * hidden), out(2ull * rows * 14336);
+    Buffer<unsigned char> logits(2ull * rows * vocabulary);
+    fill_normal(x.data, static_cast<size_t>(rows) * 2 * 14336, 0, 1.0f);
+    fill_normal(weight.data, hidden, 0, 1.0f);
+    fill_normal(logits.data, static_cast<size_t>(rows) * vocabulary, 0, 1.0f);
+    Buffer<int32_t> best(rows);
+    double us = graph_time(1, 60, [&](int) {
+        launch("tt_rms_norm_bf16", rows, 512, 0, (void *)out.data, (const void *)x.data, (void *)nullptr,
+               (const void *)weight.data, (int64_t)hidden, (int64_t)hidden, (int64_t)hidden, hidden, 1e-5f);
+    });
+    std::printf("rms_norm bf16 %d x %d: %.1f us\n", rows, hidden, us);
+    us = graph_time(1, 60, [&](int) {
+        launch("tt_silu_mul_bf16", rows, 1024, 0, (void *)out.data, (const void *)x.data, (int64_t)14336, (int64_t)28672, 14336);
+    });
+    std::printf("silu_mul bf16 %d x 14336: %.1f us\n", rows, us);
+    us = graph_time(1, 60, [&](int) {
+        launch("tt_argmax_bf16", rows, 1024, 0, (void *)best.data, (const void *)logits.data, (int64_t)vocabulary, vocabulary);
+    });
+    std::printf("argmax bf16 %d x %d: %.1f us\n", rows, vocabulary, us);
+}
