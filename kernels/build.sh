@@ -7,7 +7,7 @@ out=${1:?usage: build.sh OUT_DIR [TARGETS]}
 targets=${2:-"80 89 90a 100 ptx80 ptx90"}
 nvcc=${NVCC:-${CUDA_HOME:+$CUDA_HOME/bin/}nvcc}
 mkdir -p "$out"
-flags="-std=c++17 -O3 -lineinfo -Xptxas -v"
+flags="-std=c++17 -O3 -Xptxas -v ${KERNEL_FLAGS:-}"
 for target in $targets; do
     case $target in
         ptx*) flags="$flags -gencode arch=compute_${target#ptx},code=compute_${target#ptx}" ;;

@@ -27,3 +27,12 @@ TT_PREFILL(tt_ladder_prefill_w8_r16_k64_x2, 8, 1, 64, 2)
 TT_PREFILL(tt_ladder_prefill_w8_r16_k128, 8, 1, 128, 1)
 TT_PREFILL(tt_ladder_prefill_w8_r32_k64, 8, 2, 64, 1)
 TT_PREFILL(tt_ladder_prefill_w4_r16_k64_x3, 4, 1, 64, 2)
+
+extern "C" __global__ void __launch_bounds__(128, 2)
+    tt_ladder_prefill_w4_r32_k64_items(const __grid_constant__ TtAttentionParams p) {
+    tt::prefill_attention<__nv_bfloat16, __nv_bfloat16, 128, 4, 2, 64, false>(p);
+}
+extern "C" {
+__device__ int tt_shared_bytes_tt_ladder_prefill_w4_r32_k64_items =
+    tt::kPrefillSharedBytes<__nv_bfloat16, 128, 4, 2, 64>;
+}

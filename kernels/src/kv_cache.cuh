@@ -3,6 +3,14 @@
 
 #include "common.cuh"
 
+// How a vector is read and written; the ladder tries others.
+#ifndef TT_SCATTER_LOAD
+#define TT_SCATTER_LOAD __ldcs
+#endif
+#ifndef TT_SCATTER_STORE
+#define TT_SCATTER_STORE(to, value) __stcs(to, value)
+#endif
+
 namespace tt {
 
 // Elements of one vector: 16 bytes of the cache.
@@ -16,7 +24,7 @@ struct Convert {
         uint4 words;
     };
     static __device__ __forceinline__ Loaded load(const E *from) {
-        return {__ldcs(reinterpret_cast<const uint4 *>(from))};
+        return {TT_SCATTER_LOAD(reinterpret_cast<const uint4 *>(from))};
     }
     static __device__ __forceinline__ uint4 store(const Loaded &x, float) { return x.words; }
 };
@@ -28,7 +36,7 @@ struct Convert<E, Fp8> {
     };
     static __device__ __forceinline__ Loaded load(const E *from) {
         const uint4 *words = reinterpret_cast<const uint4 *>(from);
-        return {{__ldcs(words), __ldcs(words + 1)}};
+        return {{TT_SCATTER_LOAD(words), TT_SCATTER_LOAD(words + 1)}};
     }
     static __device__ __forceinline__ uint4 store(const Loaded &x, float scale) {
         const E *elements = reinterpret_cast<const E *>(x.words);
@@ -98,8 +106,8 @@ __device__ __forceinline__ void reshape_and_cache(const TtScatterParams &p) {
                 block = slot / p.block_size;
                 state = slot % p.block_size;
             }
-            *reinterpret_cast<uint4 *>(cache + block * p.kv_block_stride + state * p.kv_token_stride) =
-                C::store(loaded[i], scale);
+            uint4 *to = reinterpret_cast<uint4 *>(cache + block * p.kv_block_stride + state * p.kv_token_stride);
+            TT_SCATTER_STORE(to, C::store(loaded[i], scale));
         }
     }
 }

@@ -32,7 +32,7 @@ typedef struct TtWorkItem {
     int32_t num_slots;  /* 1: the item writes the output itself */
 } TtWorkItem;
 
-/* Stands before the items: written by a plan kernel, read by every attention launch of the step. 16 bytes. */
+/* Written by a plan kernel, read by every attention launch of the step. 16 bytes. */
 typedef struct TtWorkHeader {
     int32_t num_items;  /* may exceed max_work_items only where a plan broke its promise; kernels clamp */
     int32_t tail_begin; /* tokens [tail_begin, tail_end) belong to no request: output 0, LSE -inf */
@@ -168,5 +168,78 @@ typedef struct TtScatterParams {
     int32_t block_size;
     int32_t kv_scale_stride;
 } TtScatterParams;
+
+/* What one unpack operation computes. All elements are s32 unless the kind ends in 64. */
+enum TtUnpackKind {
+    TT_UNPACK_VALUES = 0,         /* list: rows values */
+    TT_UNPACK_VALUES64 = 1,       /* list: rows values, s64 */
+    TT_UNPACK_TABLE_UPDATES = 2,  /* list: rows triples (row, column, block), written to the block table */
+    TT_UNPACK_COPY = 3,           /* source: rows elements */
+    TT_UNPACK_COPY64 = 4,         /* source: rows elements, s64 */
+    TT_UNPACK_REBASE = 5,         /* query_start_loc[first_row ..= first_row + rows] - query_start_loc[first_row] */
+    TT_UNPACK_CONTEXT_LENS = 6,   /* seq_len - query_len of rows [first_row, + rows) */
+    TT_UNPACK_HAS_CONTEXT = 7,    /* 1 where that is above 0 */
+    TT_UNPACK_DCP_LOCAL = 8,      /* this rank's share of the lengths; option 0: seq_lens, 1: context lengths */
+    TT_UNPACK_CU_PAGE_COUNTS = 9, /* 0, then the running sum of ceil(seq_len / block_size) of rows [first_row, + rows) */
+    TT_UNPACK_GATHER_PAGES = 10,  /* list: paged_kv_indptr [rows + 1]; the first pages of rows [first_row, + rows) */
+    TT_UNPACK_SELECT_PAGES = 11,  /* as above; list2: the columns */
+    TT_UNPACK_STATE_INDICES = 12, /* list: rows row indices; width columns from 0 (option 0) or the last token's (1) */
+    TT_UNPACK_ROWS = 13,          /* list: rows row indices; rows of source, width elements each */
+    TT_UNPACK_ROWS64 = 14,        /* as above, s64 */
+    TT_UNPACK_ROW_MASK = 15,      /* list: rows row indices; 1 there, 0 in the step's other rows */
+    TT_UNPACK_ROW_TOKENS = 16,    /* list: rows row indices; their tokens, one row after the other */
+    TT_UNPACK_TOKEN_TO_ROW = 17,  /* the row of each of the step's tokens; 0 beyond the last request's */
+    TT_UNPACK_SEGMENT_IDS = 18,   /* list: cu_seq_lens [rows + 1]; the segment of each element */
+    TT_UNPACK_CONV_ROWS = 19,     /* per width tokens of rows [first_row, + rows): the row, counted from first_row */
+    TT_UNPACK_CONV_OFFSETS = 20   /* the same chunks: the chunk's index within its row */
+};
+
+/* One operation: writes destination[0, room), the tensor's own elements first and `fill` after them. 64 bytes. */
+typedef struct TtUnpackOp {
+    int32_t kind;
+    int32_t rows;
+    int32_t first_row;
+    int32_t width;
+    int32_t room; /* elements of the destination; none beyond is written */
+    int32_t fill;
+    int32_t option;
+    int32_t reserved;
+    void *destination;  /* a persistent buffer */
+    const void *source; /* a device tensor, or null */
+    int64_t list;       /* byte offset in the slot; 8-aligned for s64 */
+    int64_t list2;
+} TtUnpackOp;
+
+/* Arguments of tt_unpack. Operations of one launch must not depend on each other: what updates the step's inputs and block
+ * table goes into a launch before what reads them. */
+typedef struct TtUnpackParams {
+    const void *slot;               /* the step's packed bytes on the device */
+    const TtUnpackOp *ops;          /* within the slot, as a rule */
+    const int32_t *query_start_loc; /* [R + 1] */
+    const int32_t *seq_lens;        /* [R] */
+    int32_t *block_table;           /* [R, W] */
+    int64_t block_table_stride;
+    int32_t num_ops;
+    int32_t num_reqs;
+    int32_t num_tokens; /* padded */
+    int32_t table_width;
+    int32_t block_size;
+    int32_t dcp_world_size;
+    int32_t dcp_rank;
+    int32_t dcp_interleave;
+} TtUnpackParams;
+
+/* The host's mirror must have these sizes. */
+#ifdef __cplusplus
+static_assert(sizeof(TtWorkItem) == 48, "TtWorkItem");
+static_assert(sizeof(TtWorkHeader) == 16, "TtWorkHeader");
+static_assert(sizeof(TtPlanParams) == 104, "TtPlanParams");
+static_assert(sizeof(TtWorkListParams) == 120, "TtWorkListParams");
+static_assert(sizeof(TtAttentionParams) == 184, "TtAttentionParams");
+static_assert(sizeof(TtPlainAttentionParams) == 152, "TtPlainAttentionParams");
+static_assert(sizeof(TtScatterParams) == 112, "TtScatterParams");
+static_assert(sizeof(TtUnpackOp) == 64, "TtUnpackOp");
+static_assert(sizeof(TtUnpackParams) == 80, "TtUnpackParams");
+#endif
 
 #endif

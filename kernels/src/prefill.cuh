@@ -14,7 +14,7 @@ namespace tt {
 template <class KV, int D, int WARPS, int BLOCKS, int KEYS>
 constexpr int kPrefillSharedBytes = WARPS * BLOCKS * 16 * (D * 2 + 16) + 2 * KEYS * kStateBytes<KV, D>;
 
-template <class E, class KV, int D, int WARPS, int BLOCKS, int KEYS>
+template <class E, class KV, int D, int WARPS, int BLOCKS, int KEYS, bool HEADS_FIRST = true>
 __device__ __forceinline__ void prefill_attention(const TtAttentionParams &p) {
     using F = Fragments<E, KV, D>;
     constexpr int kRows = WARPS * BLOCKS * 16;
@@ -25,8 +25,10 @@ __device__ __forceinline__ void prefill_attention(const TtAttentionParams &p) {
     extern __shared__ __align__(128) unsigned char shared[];
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // Items of one head are neighbours: they share its keys in L2.
-    const int index = blockIdx.x % p.max_work_items, kv_head = blockIdx.x / p.max_work_items;
+    // The heads of one item are neighbours, so that the longest items of every head start first and the shortest end the
+    // launch. (Not HEADS_FIRST: the items of one head are.)
+    const int index = HEADS_FIRST ? blockIdx.x / p.num_kv_heads : blockIdx.x % p.max_work_items;
+    const int kv_head = HEADS_FIRST ? blockIdx.x % p.num_kv_heads : blockIdx.x / p.max_work_items;
     const TtWorkItem item = load_item(p.items + index);
     const TtWorkHeader header = load_header(p.header);
     if (header.tail_begin < header.tail_end) {

@@ -1,440 +1,7 @@
-// Attention kernels against an f64 reference of the harness's own, and their times.
-#include "device.h"
-#include "reference.cuh"
-
-#include <cstring>
+// Attention kernels against the f64 reference: every element of random batches of every kind.
+#include "batch.cuh"
 
 namespace {
-
-// ---------------------------------------------------------------- a batch
-
-struct Shape {
-    int kind = 0, cache_kind = 0, size = 128, kv_heads = 2, group = 4, page = 16;
-    bool nhd = true;
-    int window = 0;
-    float cap = 0;
-    bool causal = true;
-    bool per_row_causal = false;
-    std::vector<int> query_lens, kv_lens, splits;
-    int padding = 0;       // tokens beyond the last request's
-    int work_list = 0;     // > 0: a FlashInfer work list with chunks of that many keys
-    bool poison = true;
-    bool reversed = false; // rows' tiles in reverse order
-};
-
-const char *const kind_names[] = {"bf16", "f16", "f32", "fp8"};
-
-std::string kernel_name(const char *what, const Shape &s) {
-    std::string name = std::string("tt_") + what + "_" + kind_names[s.kind];
-    if (s.cache_kind == 3) {
-        name += "_fp8";
-    }
-    return name + "_d" + std::to_string(s.size);
-}
-
-struct Batch {
-    Shape shape;
-    int tokens = 0, padded = 0, rows = 0, width = 1, blocks = 0;
-    int64_t block_stride, head_stride, token_stride;
-    std::vector<int32_t> starts{0}, table, causal;
-    Buffer<int32_t> d_starts, d_lens, d_table, d_splits, d_order, d_row_of_token, d_causal;
-    Buffer<unsigned char> query, cache;
-    Buffer<float> scales;
-
-    explicit Batch(const Shape &s) : shape(s) {
-        rows = static_cast<int>(s.query_lens.size());
-        std::vector<int32_t> row_of_token;
-        size_t pages = 0;
-        for (int r = 0; r < rows; ++r) {
-            tokens += s.query_lens[r];
-            starts.push_back(tokens);
-            row_of_token.resize(tokens, r);
-            pages += (s.kv_lens[r] + s.page - 1) / s.page;
-            width = std::max(width, (s.kv_lens[r] + s.page - 1) / s.page);
-        }
-        width += 1;
-        padded = tokens + s.padding;
-        row_of_token.resize(padded, -1);
-        blocks = static_cast<int>(pages) + 2;
-        std::vector<int32_t> order(blocks);
-        for (int i = 0; i < blocks; ++i) {
-            order[i] = i;
-        }
-        std::shuffle(order.begin(), order.end(), random_engine);
-        // A column that is not the request's names a block that does not exist.
-        table.assign(static_cast<size_t>(std::max(rows, 1)) * width, 0x3fffffff);
-        std::vector<unsigned char> seen(static_cast<size_t>(blocks) * s.page, 0);
-        size_t next = 0;
-        for (int r = 0; r < rows; ++r) {
-            causal.push_back(s.per_row_causal ? random_int(0, 1) : s.causal);
-            for (int i = 0; i < (s.kv_lens[r] + s.page - 1) / s.page; ++i) {
-                table[static_cast<size_t>(r) * width + i] = order[next++];
-            }
-            int first = s.window > 0 ? std::max(0, s.kv_lens[r] - s.query_lens[r] - s.window + 1) : 0;
-            if (s.query_lens[r] == 0) {
-                first = s.kv_lens[r];
-            }
-            for (int k = first; k < s.kv_lens[r]; ++k) {
-                seen[static_cast<size_t>(table[static_cast<size_t>(r) * width + k / s.page]) * s.page + k % s.page] = 1;
-            }
-        }
-        int64_t content = 2 * s.size;
-        token_stride = s.nhd ? s.kv_heads * content : content;
-        head_stride = s.nhd ? content : s.page * content;
-        block_stride = content * s.kv_heads * s.page;
-        d_starts = Buffer<int32_t>(starts);
-        d_lens = Buffer<int32_t>(std::vector<int32_t>(s.kv_lens.begin(), s.kv_lens.end()));
-        d_table = Buffer<int32_t>(table);
-        d_row_of_token = Buffer<int32_t>(row_of_token);
-        d_causal = Buffer<int32_t>(causal);
-        if (!s.splits.empty()) {
-            d_splits = Buffer<int32_t>(std::vector<int32_t>(s.splits.begin(), s.splits.end()));
-        }
-        if (s.reversed) {
-            std::vector<int32_t> reverse(rows);
-            for (int i = 0; i < rows; ++i) {
-                reverse[i] = rows - 1 - i;
-            }
-            d_order = Buffer<int32_t>(reverse);
-        }
-        query = Buffer<unsigned char>(static_cast<size_t>(padded) * heads() * s.size * element_bytes(s.kind));
-        size_t states = static_cast<size_t>(blocks) * block_stride;
-        cache = Buffer<unsigned char>(states * element_bytes(s.cache_kind));
-        fill_normal(query.data, static_cast<size_t>(padded) * heads() * s.size, s.kind, 1.0f);
-        fill_normal(cache.data, states, s.cache_kind, 1.0f);
-        if (s.cache_kind == 3) {
-            std::vector<float> values;
-            for (int i = 0; i < 2 * s.kv_heads; ++i) {
-                values.push_back(0.5f + 0.125f * random_int(0, 8));
-            }
-            scales = Buffer<float>(values);
-        }
-        if (s.poison) {
-            Buffer<unsigned char> d_seen(seen);
-            poison_kernel<<<blocks * s.page, 128, 0, stream>>>(
-                cache.data, d_seen.data, block_stride, head_stride, token_stride, s.page, s.kv_heads,
-                2 * s.size * element_bytes(s.cache_kind), element_bytes(s.cache_kind));
-            CUDA(cudaGetLastError());
-            CUDA(cudaStreamSynchronize(stream));
-        }
-    }
-    int heads() const { return shape.kv_heads * shape.group; }
-    float scale() const { return 1.0f / std::sqrt(static_cast<float>(shape.size)); }
-};
-
-// What one step's launches need: the plan's results and the scratch. `tile` 16 runs the decode kernel.
-struct Plan {
-    Buffer<TtWorkHeader> header{1};
-    Buffer<TtWorkItem> items;
-    Buffer<int32_t> request_indices, qo_tiles, kv_tiles, merge, page_indptr, page_indices;
-    int max_items = 1, tile = 16, partial_rows = 16;
-    bool flat_pages = false;
-
-    // Packed-row limits choose the requests.
-    Plan(const Batch &b, int tile_rows, int low, int high, bool with_tail) : tile(tile_rows) {
-        const Shape &s = b.shape;
-        int items_bound = 0, most = 1, largest = 1;
-        for (int r = 0; r < b.rows; ++r) {
-            int packed = s.query_lens[r] * s.group;
-            if (packed > 0 && packed >= low && packed <= high) {
-                int splits = s.splits.empty() ? 1 : s.splits[r];
-                items_bound += (packed + tile - 1) / tile * splits;
-                most = std::max(most, splits);
-                largest = std::max(largest, std::min(packed, tile));
-            }
-        }
-        partial_rows = largest;
-        if (s.work_list > 0) {
-            list(b, low, high, with_tail);
-            return;
-        }
-        max_items = std::max(items_bound, 1);
-        items.resize(max_items);
-        TtPlanParams p = {};
-        p.header = header.data;
-        p.items = items.data;
-        p.query_start_loc = b.d_starts.data;
-        p.seq_lens = b.d_lens.data;
-        p.num_splits = s.splits.empty() ? nullptr : b.d_splits.data;
-        p.row_order = s.reversed ? b.d_order.data : nullptr;
-        p.causal = b.d_causal.data;
-        p.num_reqs = b.rows;
-        p.num_tokens = b.padded;
-        p.block_size = s.page;
-        p.heads_per_kv_head = s.group;
-        p.tile_rows = tile;
-        p.min_packed_rows = low;
-        p.max_packed_rows = high;
-        p.max_num_splits = most;
-        p.max_work_items = max_items;
-        p.with_tail = with_tail;
-        launch("tt_plan_flash_attn", 1, 1024, 0, p);
-    }
-
-    // FlashInfer's list, in a random order of items. All requests are one part.
-    void list(const Batch &b, int low, int high, bool with_tail) {
-        const Shape &s = b.shape;
-        std::vector<int32_t> requests, q, k, order, merges{0}, indptr{0}, indices;
-        int tiles = 0;
-        for (int r = 0; r < b.rows; ++r) {
-            int packed = s.query_lens[r] * s.group, pages = (s.kv_lens[r] + s.page - 1) / s.page;
-            for (int i = 0; i < pages; ++i) {
-                indices.push_back(b.table[static_cast<size_t>(r) * b.width + i]);
-            }
-            indptr.push_back(static_cast<int32_t>(indices.size()));
-            bool chosen = packed >= low && packed <= high;
-            for (int t = 0; t < (packed + tile - 1) / tile; ++t, ++tiles) {
-                // Chunks wholly outside the window are left out.
-                int first_token = t * tile / s.group;
-                int position = s.kv_lens[r] - s.query_lens[r] + first_token;
-                int first = s.window > 0 ? std::max(0, position - s.window + 1) / s.work_list : 0;
-                int chunks = std::max((s.kv_lens[r] + s.work_list - 1) / s.work_list, first + 1);
-                for (int c = first; chosen && c < chunks; ++c) {
-                    order.push_back(static_cast<int32_t>(requests.size()));
-                    requests.push_back(r);
-                    q.push_back(t);
-                    k.push_back(c);
-                }
-                merges.push_back(static_cast<int32_t>(requests.size()));
-            }
-        }
-        std::shuffle(order.begin(), order.end(), random_engine);
-        auto shuffled = [&](const std::vector<int32_t> &from) {
-            std::vector<int32_t> to;
-            for (int32_t i : order) {
-                to.push_back(from[i]);
-            }
-            return Buffer<int32_t>(to);
-        };
-        request_indices = shuffled(requests);
-        qo_tiles = shuffled(q);
-        kv_tiles = shuffled(k);
-        merge = Buffer<int32_t>(merges);
-        page_indptr = Buffer<int32_t>(indptr);
-        page_indices = Buffer<int32_t>(indices);
-        flat_pages = true;
-        max_items = std::max<int>(static_cast<int>(requests.size()), 1);
-        items.resize(max_items);
-        TtWorkListParams p = {};
-        p.header = header.data;
-        p.items = items.data;
-        p.qo_indptr = b.d_starts.data;
-        p.paged_kv_indptr = page_indptr.data;
-        p.seq_lens = b.d_lens.data;
-        p.request_indices = request_indices.data;
-        p.qo_tile_indices = qo_tiles.data;
-        p.kv_tile_indices = kv_tiles.data;
-        p.merge_indptr = merge.data;
-        p.num_items = static_cast<int32_t>(requests.size());
-        p.num_reqs = b.rows;
-        p.num_tiles = tiles;
-        p.heads_per_kv_head = s.group;
-        p.cta_tile_q = tile;
-        p.kv_chunk_size = s.work_list;
-        p.max_work_items = max_items;
-        p.causal = s.causal;
-        p.tail_begin = with_tail ? b.tokens : 0;
-        p.tail_end = with_tail ? b.padded : 0;
-        launch("tt_plan_flashinfer", 1, 1024, 4 * (b.rows + 1 + tiles), p);
-    }
-};
-
-struct Scratch {
-    Buffer<float> output, lse;
-    Buffer<int32_t> counters;
-    Scratch(const Batch &b, const Plan &plan)
-        : output(static_cast<size_t>(plan.max_items) * b.shape.kv_heads * plan.partial_rows * b.shape.size),
-          lse(static_cast<size_t>(plan.max_items) * b.shape.kv_heads * plan.partial_rows),
-          counters(static_cast<size_t>(plan.max_items) * b.shape.kv_heads) {
-        counters.zero();
-    }
-};
-
-void attention(const std::string &kernel, const Batch &b, const Plan &plan, const Scratch &scratch, void *output, float *lse,
-               int threads = 128) {
-    const Shape &s = b.shape;
-    TtAttentionParams p = {};
-    p.query = b.query.data;
-    p.kv_cache = b.cache.data;
-    p.output = output;
-    p.lse = lse;
-    p.partial_output = scratch.output.data;
-    p.partial_lse = scratch.lse.data;
-    p.merge_counters = scratch.counters.data;
-    p.block_table = plan.flat_pages ? plan.page_indices.data : b.d_table.data;
-    p.header = plan.header.data;
-    p.items = plan.items.data;
-    if (s.cache_kind == 3) {
-        p.k_scale = b.scales.data;
-        p.v_scale = b.scales.data + s.kv_heads;
-        p.kv_scale_stride = 1;
-    }
-    p.query_stride = p.output_stride = static_cast<int64_t>(b.heads()) * s.size;
-    p.kv_block_stride = b.block_stride;
-    p.kv_head_stride = b.head_stride;
-    p.kv_token_stride = b.token_stride;
-    p.block_table_stride = plan.flat_pages ? 1 : b.width;
-    p.num_heads = b.heads();
-    p.num_kv_heads = s.kv_heads;
-    p.block_size = s.page;
-    p.sliding_window = s.window;
-    p.partial_rows = plan.partial_rows;
-    p.max_work_items = plan.max_items;
-    p.scale = b.scale();
-    p.soft_cap = s.cap;
-    const Kernel &k = modules.get(kernel);
-    if (kernel.find("_w2_") != std::string::npos) threads = 64;
-    if (kernel.find("_w1_") != std::string::npos) threads = 32;
-    if (kernel.find("_w8_") != std::string::npos) threads = 256;
-    launch(kernel, static_cast<unsigned>(plan.max_items) * s.kv_heads, threads, k.shared, p);
-}
-
-void plain(const Batch &b, float *output, float *lse) {
-    const Shape &s = b.shape;
-    TtPlainAttentionParams p = {};
-    p.query = reinterpret_cast<const float *>(b.query.data);
-    p.kv_cache = reinterpret_cast<const float *>(b.cache.data);
-    p.output = output;
-    p.lse = lse;
-    p.block_table = b.d_table.data;
-    p.query_start_loc = b.d_starts.data;
-    p.seq_lens = b.d_lens.data;
-    p.causal = b.d_causal.data;
-    p.query_stride = p.output_stride = static_cast<int64_t>(b.heads()) * s.size;
-    p.kv_block_stride = b.block_stride;
-    p.kv_head_stride = b.head_stride;
-    p.kv_token_stride = b.token_stride;
-    p.block_table_stride = b.width;
-    p.num_reqs = b.rows;
-    p.num_tokens = b.padded;
-    p.num_heads = b.heads();
-    p.num_kv_heads = s.kv_heads;
-    p.head_size = s.size;
-    p.block_size = s.page;
-    p.sliding_window = s.window;
-    p.scale = b.scale();
-    p.soft_cap = s.cap;
-    launch("tt_attention_plain_f32", dim3(b.padded, b.heads()), 128, 0, p);
-}
-
-struct Worst {
-    double row = 0, total = 0, element = 0, lse = 0;
-};
-std::map<std::string, Worst> worst_of;
-
-// Compares every element; false if any row, element or LSE is beyond its bar.
-bool compare(const Batch &b, const Buffer<unsigned char> &output, const Buffer<float> &lse, Worst &worst,
-             std::string &why) {
-    const Shape &s = b.shape;
-    size_t rows = static_cast<size_t>(b.padded) * b.heads();
-    Buffer<double> want(rows * s.size), want_lse(rows);
-    Reference r = {b.query.data, b.cache.data, b.d_table.data, b.d_starts.data, b.d_lens.data, b.d_row_of_token.data,
-                   b.d_causal.data, want.data, want_lse.data,
-                   s.cache_kind == 3 ? b.scales.data : nullptr, s.cache_kind == 3 ? b.scales.data + s.kv_heads : nullptr,
-                   b.block_stride, b.head_stride, b.token_stride, b.width, s.kind, s.cache_kind, b.heads(), s.kv_heads,
-                   s.size, s.page, s.window, b.scale(), s.cap};
-    reference_kernel<<<dim3(b.padded, b.heads()), 128, 0, stream>>>(r);
-    CUDA(cudaGetLastError());
-    Buffer<double4> sums(rows);
-    compare_kernel<<<static_cast<unsigned>((rows + 3) / 4), 128, 0, stream>>>(output.data, want.data, sums.data, s.kind, s.size,
-                                                                             static_cast<int64_t>(rows));
-    CUDA(cudaGetLastError());
-    CUDA(cudaStreamSynchronize(stream));
-    const double bar = s.kind == 0 ? 1e-2 : s.kind == 1 ? 2e-3 : 2e-6;
-    const double lse_bar = s.kind == 2 ? 2e-6 : 2e-4;
-    auto h = sums.host();
-    auto hl = lse.host();
-    auto wl = want_lse.host();
-    double error = 0, norm = 0;
-    size_t bad = 0;
-    for (size_t i = 0; i < rows; ++i) {
-        error += h[i].x;
-        norm += h[i].y;
-        bool good;
-        if (h[i].y == 0) {
-            good = h[i].x == 0 && std::isinf(hl[i]) && hl[i] < 0;
-        } else {
-            double row = std::sqrt(h[i].x / h[i].y), element = h[i].z / h[i].w;
-            double off = std::fabs(hl[i] - wl[i]) / std::max(1.0, std::fabs(wl[i]));
-            worst.row = std::max(worst.row, row);
-            worst.element = std::max(worst.element, element);
-            worst.lse = std::max(worst.lse, off);
-            good = row <= bar && element <= bar && off <= lse_bar;
-        }
-        if (!good && bad++ == 0) {
-            char text[200];
-            std::snprintf(text, sizeof text, "first bad: token %zu head %zu err2 %g ref2 %g max %g lse %g want %g", i / b.heads(),
-                          i % b.heads(), h[i].x, h[i].y, h[i].z, hl[i], wl[i]);
-            why = text;
-        }
-    }
-    double total = norm > 0 ? std::sqrt(error / norm) : 0;
-    worst.total = std::max(worst.total, total);
-    if (bad != 0) {
-        why = std::to_string(bad) + " of " + std::to_string(rows) + " rows beyond the bar; " + why;
-    }
-    return bad == 0 && total <= bar;
-}
-
-std::string describe(const Shape &s, const char *how) {
-    char text[300];
-    std::snprintf(text, sizeof text, "%s %s cache %s D=%d Hkv=%d G=%d page=%d %s window=%d cap=%g causal=%d rows=%zu%s%s", how,
-                  kind_names[s.kind], kind_names[s.cache_kind], s.size, s.kv_heads, s.group, s.page, s.nhd ? "NHD" : "HND",
-                  s.window, s.cap, s.per_row_causal ? 2 : s.causal, s.query_lens.size(), s.splits.empty() ? "" : " split",
-                  s.work_list ? " work list" : "");
-    return text;
-}
-
-// how: "decode", "prefill", "mixed" (decode kernel for small rows, prefill for the others) or "plain".
-void check(const Shape &shape, const char *how, const char *ladder = nullptr) {
-    Batch b(shape);
-    if (b.padded == 0) {
-        return;
-    }
-    const std::string kind = how;
-    size_t row_bytes = static_cast<size_t>(b.heads()) * shape.size * element_bytes(shape.kind);
-    const int guard = 2;
-    size_t rows = static_cast<size_t>(b.padded) * b.heads();
-    Buffer<unsigned char> output((b.padded + guard) * row_bytes), again((b.padded + guard) * row_bytes);
-    Buffer<float> lse(rows + guard * b.heads()), lse_again(rows + guard * b.heads());
-    std::string text = describe(shape, ladder ? ladder : how);
-    auto run = [&](Buffer<unsigned char> &out, Buffer<float> &l) {
-        if (kind == "plain") {
-            plain(b, reinterpret_cast<float *>(out.data), l.data);
-            CUDA(cudaStreamSynchronize(stream));
-            return;
-        }
-        const int none = 0x7fffffff, tile = shape.size == 256 ? 64 : 128;
-        std::vector<std::pair<std::string, Plan>> steps;
-        if (kind == "decode") {
-            steps.emplace_back(ladder ? ladder : kernel_name("decode", shape), Plan(b, 16, 0, none, true));
-        } else if (kind == "prefill") {
-            steps.emplace_back(kernel_name("prefill", shape), Plan(b, tile, 0, none, true));
-        } else {
-            steps.emplace_back(kernel_name("decode", shape), Plan(b, 16, 0, 16, false));
-            steps.emplace_back(kernel_name("prefill", shape), Plan(b, tile, 17, none, true));
-        }
-        for (auto &step : steps) {
-            Scratch scratch(b, step.second);
-            attention(step.first, b, step.second, scratch, out.data, l.data);
-            CUDA(cudaStreamSynchronize(stream));
-            auto counters = scratch.counters.host();
-            results.check(std::all_of(counters.begin(), counters.end(), [](int32_t x) { return x == 0; }),
-                          text + ": merge counters are left non-zero");
-        }
-    };
-    run(output, lse);
-    run(again, lse_again);
-    std::string why;
-    bool good = compare(b, output, lse, worst_of[std::string(how) + " " + kind_names[shape.kind] +
-                                                  (shape.cache_kind == 3 ? " fp8" : "")],
-                        why);
-    results.check(good, text + ": " + why);
-    auto first = output.host(), second = again.host();
-    results.check(first == second, text + ": two runs differ");
-    results.check(std::all_of(first.begin() + b.padded * row_bytes, first.end(), [](unsigned char x) { return x == 0xff; }),
-                  text + ": rows beyond the batch were written");
-}
 
 std::vector<int> random_ints(int n, int low, int high) {
     std::vector<int> v(n);
@@ -442,6 +9,79 @@ std::vector<int> random_ints(int n, int low, int high) {
         x = random_int(low, high);
     }
     return v;
+}
+
+// A graph captured when every length is 1 replays at full lengths, and with fewer requests, as if it were launched anew:
+// the plan is part of it, and reads lengths and splits on the device.
+void test_replay(bool small) {
+    Shape s;
+    const int longest = small ? 400 : 100000;
+    s.query_lens = {1, 1, 1, 1};
+    s.kv_lens = {longest, longest / 3 + 1, 17, longest / 7 + 1};
+    s.splits = {16, 3, 40, 5};  // 40 is cut to the promise
+    Batch b(s);
+    const int promise = 16;
+    Plan plan(b, 16, 0, 0x7fffffff, false);  // for its buffers, which are as large as 40 splits need
+    Scratch scratch(b, plan);
+    size_t elements = static_cast<size_t>(b.padded) * b.heads() * s.size;
+    Buffer<unsigned char> output(elements * 2);
+    Buffer<float> lse(static_cast<size_t>(b.padded) * b.heads());
+    auto set = [&](std::vector<int32_t> lens, std::vector<int32_t> starts) {
+        CUDA(cudaMemcpy(b.d_lens.data, lens.data(), lens.size() * 4, cudaMemcpyHostToDevice));
+        CUDA(cudaMemcpy(b.d_starts.data, starts.data(), starts.size() * 4, cudaMemcpyHostToDevice));
+    };
+    TtPlanParams p = {};
+    p.header = plan.header.data;
+    p.items = plan.items.data;
+    p.query_start_loc = b.d_starts.data;
+    p.seq_lens = b.d_lens.data;
+    p.num_splits = b.d_splits.data;
+    p.causal = b.d_causal.data;
+    p.num_reqs = b.rows;
+    p.num_tokens = b.padded;
+    p.block_size = s.page;
+    p.heads_per_kv_head = s.group;
+    p.tile_rows = p.max_packed_rows = 16;
+    p.max_num_splits = promise;
+    p.max_work_items = plan.max_items = promise * b.rows;
+    p.with_tail = 1;
+    auto step = [&] {
+        launch("tt_plan_flash_attn", 1, 1024, 0, p);
+        attention(kernel_name("decode", s), b, plan, scratch, output.data, lse.data);
+    };
+    set({1, 1, 1, 1}, b.starts);
+    step();
+    CUDA(cudaStreamSynchronize(stream));
+    cudaGraph_t graph;
+    cudaGraphExec_t replay;
+    CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    step();
+    CUDA(cudaStreamEndCapture(stream, &graph));
+    CUDA(cudaGraphInstantiate(&replay, graph, 0));
+    for (bool padded : {false, true}) {
+        std::vector<int32_t> lens(s.kv_lens.begin(), s.kv_lens.end()), starts = b.starts;
+        if (padded) {
+            lens[2] = lens[3] = 0;
+            starts = {0, 1, 2, 2, 2};
+            // The reference's view of the same batch.
+            b.d_row_of_token = Buffer<int32_t>(std::vector<int32_t>{0, 1, -1, -1});
+        }
+        set(lens, starts);
+        output.poison();
+        lse.poison();
+        CUDA(cudaGraphLaunch(replay, stream));
+        CUDA(cudaStreamSynchronize(stream));
+        auto replayed = output.host();
+        Worst worst;
+        std::string why;
+        results.check(compare(b, output, lse, worst, why), "replay of a graph captured at length 1: " + why);
+        output.poison();
+        step();
+        CUDA(cudaStreamSynchronize(stream));
+        results.check(output.host() == replayed, "replay differs from the same launches");
+    }
+    CUDA(cudaGraphExecDestroy(replay));
+    CUDA(cudaGraphDestroy(graph));
 }
 
 }  // namespace
@@ -466,7 +106,7 @@ void test_attention(bool small) {
     // Decode: one to four tokens a request, packed rows 1 to 16 and beyond one tile.
     int i = 0;
     for (const Kind &k : {Kind{0, 0, {64, 96, 128, 256}}, Kind{1, 1, {64, 96, 128, 256}}, Kind{0, 3, {64, 96, 128, 256}},
-                          Kind{1, 3, {128}}}) {
+                          Kind{1, 3, {64, 96, 128, 256}}}) {
         for (int size : k.sizes) {
             for (int round = 0; round < (small ? 3 : 8); ++round, ++i) {
                 Shape s = vary(Shape{}, i);
@@ -497,7 +137,8 @@ void test_attention(bool small) {
         }
     }
     // Prefill and mixed.
-    for (const Kind &k : {Kind{0, 0, {64, 96, 128, 256}}, Kind{1, 1, {64, 96, 128, 256}}, Kind{0, 3, {64, 128}}}) {
+    for (const Kind &k : {Kind{0, 0, {64, 96, 128, 256}}, Kind{1, 1, {64, 96, 128, 256}}, Kind{0, 3, {64, 96, 128, 256}},
+                          Kind{1, 3, {64, 96, 128, 256}}}) {
         for (int size : k.sizes) {
             for (int round = 0; round < (small ? 3 : 8); ++round, ++i) {
                 Shape s = vary(Shape{}, i);
@@ -542,189 +183,10 @@ void test_attention(bool small) {
             check(s, "plain");
         }
     }
+    test_replay(small);
     std::printf("attention: %d checks\n", results.passed - before);
     for (auto &entry : worst_of) {
         std::printf("  worst %-16s row %.2e  element %.2e  whole %.2e  lse %.2e\n", entry.first.c_str(), entry.second.row,
                     entry.second.element, entry.second.total, entry.second.lse);
-    }
-}
-
-namespace {
-
-Shape decode_shape(int batch, int context, int splits, bool nhd, int cache_kind = 0, int page = 16) {
-    Shape s;
-    s.kv_heads = 8;
-    s.group = 4;
-    s.size = 128;
-    s.nhd = nhd;
-    s.page = page;
-    s.cache_kind = cache_kind;
-    s.poison = false;
-    s.query_lens.assign(batch, 1);
-    s.kv_lens.assign(batch, context);
-    if (splits > 1) {
-        s.splits.assign(batch, splits);
-    }
-    return s;
-}
-
-double time_decode(const Shape &s, const std::string &kernel) {
-    size_t bytes = static_cast<size_t>(s.query_lens.size()) * s.kv_lens[0] * s.kv_heads * s.size * 2 * element_bytes(s.cache_kind);
-    int sets = std::max<int>(1, std::min<int>(6, static_cast<int>(6000000000ull / bytes)));
-    std::vector<std::unique_ptr<Batch>> batches;
-    std::vector<std::unique_ptr<Plan>> plans;
-    std::vector<std::unique_ptr<Scratch>> scratches;
-    for (int i = 0; i < sets; ++i) {
-        batches.emplace_back(new Batch(s));
-        plans.emplace_back(new Plan(*batches[i], 16, 0, 0x7fffffff, false));
-        scratches.emplace_back(new Scratch(*batches[i], *plans[i]));
-    }
-    Buffer<unsigned char> output(batches[0]->query.size);
-    return graph_time(sets, 60, [&](int i) { attention(kernel, *batches[i], *plans[i], *scratches[i], output.data, nullptr); });
-}
-
-}  // namespace
-
-void bench_attention() {
-    struct Case {
-        int batch, context;
-        double peer;
-        std::vector<int> splits;
-    };
-    const Case cases[] = {{1, 8192, 25, {16, 32, 33, 64}}, {1, 131072, 136, {32, 33, 66}}, {16, 8192, 134, {2, 4, 8}},
-                          {64, 1024, 80, {1, 2}},      {64, 8192, 495, {1, 2, 4}},   {256, 1024, 273, {1, 2}},
-                          {256, 4096, 989, {1, 2}}};
-    std::printf("decode bf16, 32 query heads, 8 KV heads, head 128, page 16, graph replays\n");
-    std::printf("%6s %8s %7s %7s %9s %8s %8s %8s\n", "batch", "context", "layout", "splits", "us", "TB/s", "peer us", "peer/us");
-    for (const Case &c : cases) {
-        double bytes = static_cast<double>(c.batch) * c.context * 8 * 128 * 4;
-        for (bool nhd : {true, false}) {
-            for (int splits : c.splits) {
-                Shape s = decode_shape(c.batch, c.context, splits, nhd);
-                double us = time_decode(s, kernel_name("decode", s));
-                std::printf("%6d %8d %7s %7d %9.1f %8.3f %8.0f %8.2f\n", c.batch, c.context, nhd ? "NHD" : "HND", splits, us,
-                            bytes / us / 1e6, c.peer, c.peer / us);
-            }
-        }
-    }
-    for (int batch : {16, 64, 256}) {
-        int context = batch == 16 ? 8192 : batch == 64 ? 8192 : 4096, splits = batch == 16 ? 2 : 1;
-        Shape s = decode_shape(batch, context, splits, true, 3);
-        double us = time_decode(s, kernel_name("decode", s));
-        std::printf("fp8 cache: batch %d context %d splits %d NHD: %.1f us %.3f TB/s\n", batch, context, splits, us,
-                    static_cast<double>(batch) * context * 8 * 128 * 2 / us / 1e6);
-    }
-    {
-        Shape s = decode_shape(256, 4096, 1, true);
-        Batch b(s);
-        Plan warm(b, 16, 0, 0x7fffffff, false);
-        double us = graph_time(1, 60, [&](int) {
-            TtPlanParams p = {};
-            p.header = warm.header.data;
-            p.items = warm.items.data;
-            p.query_start_loc = b.d_starts.data;
-            p.seq_lens = b.d_lens.data;
-            p.num_reqs = b.rows;
-            p.num_tokens = b.padded;
-            p.block_size = s.page;
-            p.heads_per_kv_head = s.group;
-            p.tile_rows = 16;
-            p.max_packed_rows = 16;
-            p.max_num_splits = 1;
-            p.max_work_items = warm.max_items;
-            launch("tt_plan_flash_attn", 1, 1024, 0, p);
-        });
-        std::printf("plan of 256 decodes, once a step: %.1f us\n", us);
-    }
-    std::printf("prefill, 32 query heads, 8 KV heads, head 128, page 16, causal, graph replays\n");
-    std::printf("%6s %8s %8s %6s %7s %9s %9s\n", "batch", "query", "context", "dtype", "layout", "us", "TFLOP/s");
-    struct Prefill {
-        int batch, query, context, kind;
-    };
-    for (const Prefill &c : {Prefill{1, 8192, 8192, 0}, Prefill{1, 8192, 8192, 1}, Prefill{4, 2048, 2048, 0},
-                             Prefill{16, 512, 512, 0}, Prefill{4, 2048, 16384, 0}, Prefill{1, 32768, 32768, 0}}) {
-        for (bool nhd : {true, false}) {
-            Shape s = decode_shape(c.batch, c.context, 1, nhd);
-            s.kind = s.cache_kind = c.kind;
-            s.query_lens.assign(c.batch, c.query);
-            Batch b(s);
-            Plan plan(b, 128, 0, 0x7fffffff, false);
-            Scratch scratch(b, plan);
-            Buffer<unsigned char> output(b.query.size);
-            Buffer<float> lse(static_cast<size_t>(b.padded) * b.heads());
-            double us = graph_time(1, 15, [&](int) {
-                attention(kernel_name("prefill", s), b, plan, scratch, output.data, nullptr);
-            });
-            double before = c.context - c.query;
-            double flop = 4.0 * 32 * 128 * (c.query * before + c.query * (c.query + 1.0) / 2) * c.batch;
-            std::printf("%6d %8d %8d %6s %7s %9.1f %9.1f\n", c.batch, c.query, c.context, kind_names[c.kind], nhd ? "NHD" : "HND",
-                        us, flop / us / 1e6);
-            if (c.batch == 4 && c.context == 2048 && nhd) {
-                attention(kernel_name("prefill", s), b, plan, scratch, output.data, lse.data);
-                CUDA(cudaStreamSynchronize(stream));
-                Worst worst;
-                std::string why;
-                results.check(compare(b, output, lse, worst, why), "prefill 4x2048: " + why);
-                std::printf("       every element of it against f64: row %.2e whole %.2e\n", worst.row, worst.total);
-            }
-        }
-    }
-}
-
-void bench_ladder() {
-    const char *const steps[] = {"tt_ladder_0_plain",    "tt_ladder_1_mma_w4_s1", "tt_ladder_2_w4_s2",
-                                 "tt_ladder_3_w4_s3",    "tt_ladder_4_w4_s2_x3",  "tt_ladder_5_w4_s6_x1",
-                                 "tt_ladder_6_w2_s3_x4", "tt_ladder_7_w8_s3_x1",  "tt_ladder_8_w1_s3_x8",
-                                 "tt_ladder_9_w4_s3_p256"};
-    struct Case {
-        int batch, context, splits;
-        bool nhd;
-    };
-    const Case cases[] = {{1, 8192, 32, true},  {1, 131072, 32, true}, {1, 131072, 32, false},
-                          {16, 8192, 2, true},  {64, 8192, 1, true},   {256, 1024, 1, true}};
-    std::printf("%-24s %4s %6s", "decode ladder (us)", "regs", "smem");
-    for (const Case &c : cases) {
-        char text[40];
-        std::snprintf(text, sizeof text, "%dx%d/%d%s", c.batch, c.context, c.splits, c.nhd ? "" : " HND");
-        std::printf(" %16s", text);
-    }
-    std::printf("\n");
-    for (const char *step : steps) {
-        check(decode_shape(3, 700, 3, true), "decode", step);
-        const Kernel &k = modules.get(step);
-        std::printf("%-24s %4d %6d", step, k.registers, k.shared);
-        for (const Case &c : cases) {
-            std::printf(" %16.1f", time_decode(decode_shape(c.batch, c.context, c.splits, c.nhd), step));
-        }
-        std::printf("\n");
-    }
-    struct Variant {
-        const char *name;
-        int threads, tile;
-    };
-    std::printf("%-32s %4s %5s %6s %12s %12s %12s (TFLOP/s)\n", "prefill ladder", "regs", "local", "smem", "1x8192", "4x2048", "16x512");
-    for (const Variant &v : {Variant{"tt_ladder_prefill_w4_r32_k64", 128, 128}, Variant{"tt_ladder_prefill_w4_r32_k32", 128, 128},
-                             Variant{"tt_ladder_prefill_w8_r16_k64", 256, 128},
-                             Variant{"tt_ladder_prefill_w8_r16_k64_x2", 256, 128},
-                             Variant{"tt_ladder_prefill_w8_r16_k128", 256, 128},
-                             Variant{"tt_ladder_prefill_w8_r32_k64", 256, 256},
-                             Variant{"tt_ladder_prefill_w4_r16_k64_x3", 128, 64}}) {
-        const Kernel &k = modules.get(v.name);
-        std::printf("%-32s %4d %5d %6d", v.name, k.registers, k.local, k.shared);
-        for (int batch : {1, 4, 16}) {
-            const int length = 8192 / batch;
-            Shape s = decode_shape(batch, batch == 16 ? 512 : length, 1, true);
-            s.query_lens.assign(batch, batch == 16 ? 512 : length);
-            Batch b(s);
-            Plan plan(b, v.tile, 0, 0x7fffffff, false);
-            Scratch scratch(b, plan);
-            Buffer<unsigned char> output(b.query.size);
-            double us = graph_time(1, 15, [&](int) {
-                attention(v.name, b, plan, scratch, output.data, nullptr, v.threads);
-            });
-            double q = s.query_lens[0];
-            std::printf(" %12.1f", 4.0 * 32 * 128 * (q * (q + 1) / 2) * batch / us / 1e6);
-        }
-        std::printf("\n");
     }
 }

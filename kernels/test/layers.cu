@@ -222,6 +222,42 @@ void test_layers() {
             }
             results.check(wrong == 0, "embedding" + suffix);
         }
+        {
+            // Two states of 4 heads, some without keys (what they hold is NaN), one with an LSE of plus infinity.
+            const int heads = 4, size = 96;
+            const size_t m = static_cast<size_t>(rows) * heads;
+            Buffer<unsigned char> p(m * size * bytes), q(m * size * bytes), y(m * size * bytes);
+            fill_normal(p.data, m * size, kind, 1.0f);
+            fill_normal(q.data, m * size, kind, 1.0f);
+            std::vector<float> lp(m), lq(m);
+            for (size_t i = 0; i < m; ++i) {
+                lp[i] = i % 5 == 0 ? -INFINITY : 0.01f * random_int(-500, 500);
+                lq[i] = i % 7 == 0 || i == 10 ? -INFINITY : i == 3 ? INFINITY : 0.01f * random_int(-500, 500);
+                if (i % 5 == 0) {
+                    CUDA(cudaMemset(p.data + i * size * bytes, 0xff, size * bytes));
+                }
+            }
+            Buffer<float> dp(lp), dq(lq), dl(m);
+            CUDA(cudaStreamSynchronize(stream));
+            launch("tt_merge_states" + suffix, dim3(rows, heads), 128, 0, (void *)y.data, dl.data, (const void *)p.data,
+                   (const float *)dp.data, (const void *)q.data, (const float *)dq.data, (int64_t)(heads * size),
+                   (int64_t)(heads * size), (int64_t)(heads * size), size);
+            CUDA(cudaStreamSynchronize(stream));
+            auto hp = widen(p.host(), kind), hq = widen(q.host(), kind);
+            auto hl = dl.host();
+            std::vector<double> want(m * size);
+            bool lse_good = true;
+            for (size_t i = 0; i < m; ++i) {
+                double a = std::exp(lp[i]), b = std::isinf(lq[i]) ? 0 : std::exp(lq[i]), lse = std::log(a + b);
+                lse_good &= a + b == 0 ? hl[i] == -INFINITY : std::fabs(hl[i] - lse) < 2e-6 * std::max(1.0, std::fabs(lse));
+                for (int d = 0; d < size; ++d) {
+                    double x = a == 0 ? 0 : a * hp[i * size + d], z = b == 0 ? 0 : b * hq[i * size + d];
+                    want[i * size + d] = a + b == 0 ? 0 : (x + z) / (a + b);
+                }
+            }
+            compare("merge_states", y, want, kind, 0.5);
+            results.check(lse_good, "merge_states LSE");
+        }
         for (int vocabulary : {1, 31, 49152, 50257}) {
             const size_t m = static_cast<size_t>(rows) * vocabulary;
             Buffer<unsigned char> logits(m * bytes);

@@ -83,7 +83,7 @@ void one(const Scatter &kind, bool nhd, int heads, int size, int page, int token
     p.k_scale = scale.data;
     p.v_scale = scale.data + heads;
     p.kv_scale_stride = per_head;
-    scatter(kind.kernel, p, out, 4);
+    scatter(kind.kernel, p, out, 1);
     CUDA(cudaStreamSynchronize(stream));
 
     std::vector<unsigned char> want(cache_bytes, 0xff), hk = key.host(), hv = value.host(), got = cache.host();
@@ -182,7 +182,7 @@ void bench_scatter() {
     for (const Scatter &kind : kinds) {
         for (bool nhd : {false, true}) {
             for (int tokens : {256, 8192}) {
-                double bytes, us = time_scatter(kind, nhd, tokens, 4, &bytes);
+                double bytes, us = time_scatter(kind, nhd, tokens, 1, &bytes);
                 char name[100];
                 std::snprintf(name, sizeof name, "%s %s %d tokens", kind.kernel + 3, nhd ? "NHD" : "HND", tokens);
                 std::printf("%-46s %9.1f %8.3f\n", name, us, bytes / us / 1e6);
@@ -192,6 +192,11 @@ void bench_scatter() {
 }
 
 void bench_scatter_ladder() {
+    for (const char *name : {"tt_ladder_scatter_default_store", "tt_ladder_scatter_cached_load",
+                             "tt_ladder_scatter_cached_load_stream_store"}) {
+        double bytes, us = time_scatter({name, 0, 0}, true, 8192, 1, &bytes);
+        std::printf("%-46s %9.1f %8.3f\n", name, us, bytes / us / 1e6);
+    }
     for (int each : {1, 2, 4, 8}) {
         std::string name = "tt_ladder_scatter_t" + std::to_string(each);
         double bytes, us = time_scatter({name.c_str(), 0, 0}, true, 8192, each, &bytes);
