@@ -299,9 +299,9 @@ fn columns_beyond_a_length_are_free() {
     assert_eq!(verdict(&batch), "accepted");
 }
 
-/// A field case: 4 columns of pages of 256 hold 1,024 tokens, so a length of 1,025 is refused.
+/// 4 columns of pages of 256 hold 1,024 tokens, so a length of 1,025 is refused.
 #[test]
-fn a_table_narrower_than_a_length_is_refused() {
+fn field_case_12_a_table_narrower_than_a_length_is_refused() {
     for (len, expected) in [
         (1_024, "accepted"),
         (1_025, "block_table_width[0] is 4, must be at least 5"),
@@ -316,10 +316,10 @@ fn a_table_narrower_than_a_length_is_refused() {
     }
 }
 
-/// A field case: block 4, row [7, 3], positions 6..=9: positions 8 and 9 have no column. Their slots are −1, which alone
+/// Block 4, row [7, 3], positions 6..=9: positions 8 and 9 have no column. Their slots are −1, which alone
 /// would be accepted, and the step is refused for the row.
 #[test]
-fn a_row_narrower_than_its_positions_is_refused() {
+fn field_case_06_a_row_narrower_than_its_positions_is_refused() {
     let mut config = fixed_config();
     config.kv_cache_spec.block_size = 4;
     let mut batch = fixed_batch(config);
@@ -346,7 +346,7 @@ fn a_row_narrower_than_its_positions_is_refused() {
 
 /// A block id equal to the number of blocks, in the largest table that a cache can have.
 #[test]
-fn block_ids_end_at_the_number_of_blocks() {
+fn field_case_12_block_ids_end_at_the_number_of_blocks() {
     let mut batch = fixed_batch(fixed_config());
     batch.num_blocks = i32::MAX as u32;
     batch.step.tensors.block_table[0] = i32::MAX;

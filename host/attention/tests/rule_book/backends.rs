@@ -12,7 +12,7 @@ use timetable_attention::layout;
 use timetable_attention::select::{Request, priority, select};
 use timetable_attention::types::Dtype;
 
-use crate::harness::{Tally, cases, error_text, text, u32_of};
+use crate::harness::{Tally, cases, error_text, text, uint};
 
 pub fn device(capability: &Value) -> Device {
     let capability = Capability::parse(text(capability)).expect("a capability");
@@ -35,10 +35,10 @@ fn configuration(input: &Value) -> Configuration {
     let flag = |name: &str| input.get(name).and_then(Value::as_bool).unwrap_or(false);
     let use_mla = flag("use_mla");
     Configuration {
-        head_size: u32_of(&input["head_size"]),
+        head_size: uint(&input["head_size"]),
         dtype: dtype(text(&input["dtype"])),
         kv_cache_dtype: input["kv_cache_dtype"].as_str().map(str::to_owned),
-        block_size: (!input["block_size"].is_null()).then(|| u32_of(&input["block_size"])),
+        block_size: (!input["block_size"].is_null()).then(|| uint(&input["block_size"])),
         use_mla,
         has_sink: flag("has_sink"),
         use_sparse: flag("use_sparse"),
@@ -151,7 +151,7 @@ fn flags(row: &BackendRow) -> Value {
 }
 
 pub fn backend_supports_tables() -> Tally {
-    let mut tally = Tally::new("backend_supports_tables", 48);
+    let mut tally = Tally::new("backend_supports_tables");
     for case in cases("backend_supports_tables") {
         let input = &case["input"];
         let row = row(
@@ -168,7 +168,7 @@ pub fn backend_supports_tables() -> Tally {
             .collect();
         tally.case(&case, &differing, &BTreeMap::new());
     }
-    tally.done()
+    tally
 }
 
 pub fn validate_configuration() -> Tally {
@@ -184,7 +184,7 @@ pub fn validate_configuration() -> Tally {
         "TRITON_ATTN",
         "TRITON_MLA",
     ];
-    let mut tally = Tally::new("validate_configuration", 3750);
+    let mut tally = Tally::new("validate_configuration");
     for file in FILES {
         for case in cases(&format!("validate_configuration/{file}")) {
             let input = &case["input"];
@@ -200,7 +200,7 @@ pub fn validate_configuration() -> Tally {
             tally.case(&case, &got, &wanted);
         }
     }
-    tally.done()
+    tally
 }
 
 /// The recorder cut error texts at this many characters.
@@ -208,12 +208,12 @@ const RECORDED_TEXT: usize = 400;
 
 pub fn backend_selection() -> Tally {
     let registry = BackendRegistry::new();
-    let mut tally = Tally::new("backend_selection", 750);
+    let mut tally = Tally::new("backend_selection");
     for case in cases("backend_selection") {
         let (input, output) = (&case["input"], &case["output"]);
         let device = device(&input["compute_capability"]);
         let config = configuration(input);
-        let num_heads = u32_of(&input["num_heads"]);
+        let num_heads = uint(&input["num_heads"]);
         let request = Request {
             config: &config,
             num_heads,
@@ -241,5 +241,20 @@ pub fn backend_selection() -> Tally {
             &json!({ "valid": output["valid"], "invalid": output["invalid"], "selected": wanted }),
         );
     }
-    tally.done()
+    tally
+}
+
+#[test]
+fn backend_supports_tables_conforms() {
+    backend_supports_tables().check();
+}
+
+#[test]
+fn validate_configuration_conforms() {
+    validate_configuration().check();
+}
+
+#[test]
+fn backend_selection_conforms() {
+    backend_selection().check();
 }

@@ -11,8 +11,8 @@ use timetable_attention::layout::{
 use timetable_attention::spec::{CacheSpec, FullAttentionSpec, KvQuantMode, MlaAttentionSpec};
 use timetable_attention::types::KvCacheLayout;
 
-use crate::harness::{Tally, cases, error_text, text, u32_of};
-use crate::selection::{backend, dtype};
+use crate::backends::{backend, dtype};
+use crate::harness::{Tally, cases, error_text, text, uint};
 
 const SM90: Device = Device::Cuda {
     capability: Capability::new(9, 0),
@@ -20,13 +20,13 @@ const SM90: Device = Device::Cuda {
 
 /// The spec that the recorder built before `customize_spec`.
 fn spec(row: &BackendRow, input: &Value) -> CacheSpec {
-    let block_size = u32_of(&input["block_size"]);
-    let head_size = u32_of(&input["head_size"]);
+    let block_size = uint(&input["block_size"]);
+    let head_size = uint(&input["head_size"]);
     let dtype = dtype(text(&input["spec_dtype"]));
     let mut spec: CacheSpec = if row.flags.is_mla {
         MlaAttentionSpec::new(block_size, head_size, dtype).into()
     } else {
-        FullAttentionSpec::new(block_size, u32_of(&input["num_kv_heads"]), head_size, dtype).into()
+        FullAttentionSpec::new(block_size, uint(&input["num_kv_heads"]), head_size, dtype).into()
     };
     let mode = KvQuantMode::from_cache_dtype(text(&input["kv_cache_dtype"]));
     spec.attention_mut()
@@ -36,12 +36,12 @@ fn spec(row: &BackendRow, input: &Value) -> CacheSpec {
 }
 
 pub fn kv_cache_shape() -> Tally {
-    let mut tally = Tally::new("kv_cache_shape", 248);
+    let mut tally = Tally::new("kv_cache_shape");
     for case in cases("kv_cache_shape") {
         let input = &case["input"];
         let row = row(backend(&input["backend"]), SM90);
         let spec = row.customize_spec(&spec(&row, input));
-        let num_blocks = u32_of(&input["num_blocks"]);
+        let num_blocks = uint(&input["num_blocks"]);
         let shape = kv_cache_shape_bytes(&spec, num_blocks, spec.block_size());
         let strides: Map<String, Value> = KvCacheLayout::ALL
             .iter()
@@ -62,15 +62,15 @@ pub fn kv_cache_shape() -> Tally {
         });
         tally.case(&case, &got, &case["output"]);
     }
-    tally.done()
+    tally
 }
 
 pub fn get_supported_kv_cache_layouts() -> Tally {
-    let mut tally = Tally::new("get_supported_kv_cache_layouts", 194);
+    let mut tally = Tally::new("get_supported_kv_cache_layouts");
     for case in cases("get_supported_kv_cache_layouts") {
         let input = &case["input"];
         let capability = &input["compute_capability"];
-        let capability = Capability::new(u32_of(&capability[0]), u32_of(&capability[1]));
+        let capability = Capability::new(uint(&capability[0]), uint(&capability[1]));
         let rows: Vec<BackendRow> = names(input)
             .map(|name| row(backend(name), Device::Cuda { capability }))
             .collect();
@@ -85,7 +85,7 @@ pub fn get_supported_kv_cache_layouts() -> Tally {
         };
         tally.case(&case, &got, &wanted);
     }
-    tally.done()
+    tally
 }
 
 fn names(input: &Value) -> impl Iterator<Item = &Value> {
@@ -96,28 +96,28 @@ fn names(input: &Value) -> impl Iterator<Item = &Value> {
 }
 
 pub fn select_common_block_size() -> Tally {
-    let mut tally = Tally::new("select_common_block_size", 187);
+    let mut tally = Tally::new("select_common_block_size");
     for case in cases("select_common_block_size") {
         let input = &case["input"];
         let rows: Vec<BackendRow> = names(input).map(|name| row(backend(name), SM90)).collect();
         let sizes: Vec<BlockSizes<'_>> = rows.iter().map(BackendRow::block_sizes).collect();
-        let (got, wanted) = match select(u32_of(&input["kv_manager_block_size"]), &sizes) {
+        let (got, wanted) = match select(uint(&input["kv_manager_block_size"]), &sizes) {
             Ok(size) => (json!(size), case["output"].clone()),
             Err(error) => (json!(error.to_string()), json!(error_text(&case["output"]))),
         };
         tally.case(&case, &got, &wanted);
     }
-    tally.done()
+    tally
 }
 
 pub fn map_to_kernel_block_table() -> Tally {
-    let mut tally = Tally::new("map_to_kernel_block_table", 100);
+    let mut tally = Tally::new("map_to_kernel_block_table");
     for case in cases("map_to_kernel_block_table") {
         let input = &case["input"];
         let map = KernelBlockMap::new(
-            u32_of(&input["block_size"]),
-            u32_of(&input["kernel_block_size"]),
-            u32_of(&input["kernel_block_stride"]),
+            uint(&input["block_size"]),
+            uint(&input["kernel_block_size"]),
+            uint(&input["kernel_block_stride"]),
             1 << 16,
         )
         .expect("a split that the recorder made");
@@ -133,5 +133,25 @@ pub fn map_to_kernel_block_table() -> Tally {
             .collect();
         tally.case(&case, &json!(got), &case["output"]);
     }
-    tally.done()
+    tally
+}
+
+#[test]
+fn kv_cache_shape_conforms() {
+    kv_cache_shape().check();
+}
+
+#[test]
+fn get_supported_kv_cache_layouts_conforms() {
+    get_supported_kv_cache_layouts().check();
+}
+
+#[test]
+fn select_common_block_size_conforms() {
+    select_common_block_size().check();
+}
+
+#[test]
+fn map_to_kernel_block_table_conforms() {
+    map_to_kernel_block_table().check();
 }

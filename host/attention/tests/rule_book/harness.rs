@@ -24,7 +24,7 @@ impl FieldError {
     }
 }
 
-/// Cases of one file.
+/// Cases of one file, or of one folder of files.
 pub struct Tally {
     pub file: &'static str,
     pub passed: usize,
@@ -33,6 +33,29 @@ pub struct Tally {
 }
 
 impl Tally {
+    /// No case yet.
+    pub fn new(file: &'static str) -> Self {
+        Self {
+            file,
+            passed: 0,
+            total: 0,
+            failures: Vec::new(),
+        }
+    }
+
+    /// Counts one case: `got` must be `want`.
+    pub fn case<T: PartialEq + std::fmt::Debug>(&mut self, case: &Value, got: &T, want: &T) {
+        self.total += 1;
+        if got == want {
+            self.passed += 1;
+        } else {
+            self.failures.push(format!(
+                "case {}:\n  input {}\n  got   {got:?}\n  want  {want:?}",
+                case["id"], case["input"]
+            ));
+        }
+    }
+
     /// Prints passed/total, and panics with the first differences if a case failed.
     pub fn check(&self) {
         println!("{}: {}/{}", self.file, self.passed, self.total);
@@ -53,14 +76,22 @@ impl Tally {
     }
 }
 
-/// The text of a vectors file.
+/// The folder of vectors.
+pub const VECTORS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/vectors");
+
+/// A vectors file, as JSON.
 pub fn read(file: &str) -> Value {
-    let path = format!(
-        "{}/../../tests/vectors/{file}.json",
-        env!("CARGO_MANIFEST_DIR")
-    );
+    let path = format!("{VECTORS}/{file}.json");
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
     serde_json::from_str(&text).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// The cases of a vectors file.
+pub fn cases(file: &str) -> Vec<Value> {
+    match read(file)["cases"].take() {
+        Value::Array(cases) => cases,
+        other => panic!("{file}: cases is {other}"),
+    }
 }
 
 /// Runs every case of `file` through `function`, which sees the case's input.
@@ -76,12 +107,8 @@ pub fn run_compared(
 ) -> Tally {
     let vectors = read(file);
     let cases = vectors["cases"].as_array().expect("a list of cases");
-    let mut tally = Tally {
-        file,
-        passed: 0,
-        total: cases.len(),
-        failures: Vec::new(),
-    };
+    let mut tally = Tally::new(file);
+    tally.total = cases.len();
     for case in cases {
         let (got, want) = (function(&case["input"]), &case["output"]);
         let same = match (&got, want.get("$error")) {
@@ -132,6 +159,18 @@ pub fn int(value: &Value) -> i64 {
 /// An integer that is not negative.
 pub fn uint(value: &Value) -> u32 {
     u32::try_from(int(value)).unwrap_or_else(|_| panic!("{value} is negative or too large"))
+}
+
+/// A string.
+pub fn text(value: &Value) -> &str {
+    value
+        .as_str()
+        .unwrap_or_else(|| panic!("{value} is not a string"))
+}
+
+/// `{"$error": [type, text]}`: the text.
+pub fn error_text(output: &Value) -> Option<&str> {
+    output.get("$error").map(|error| text(&error[1]))
 }
 
 /// A truth value.
