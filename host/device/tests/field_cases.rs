@@ -4,10 +4,12 @@ mod support;
 
 use support::{Batch, bits, config, normals, rng};
 use timetable_device::{
-    cpu::{CacheDtype, ImplError, KvCache, PrepareError, StepMetadata, new_impl},
+    cpu::{CacheDtype, ImplError, KvCache, PrepareError, StepMetadata, merge_states, new_impl},
     reference::max_relative_error,
 };
-use timetable_types::{Causal, Family, Metadata, flash_attn, flashinfer};
+use timetable_types::{
+    Causal, Family, Metadata, batch::dcp_local_seq_lens_all_ranks, flash_attn, flashinfer,
+};
 
 fn small_cache(dtype: CacheDtype) -> KvCache {
     KvCache::new(16, 2, 4, 8, dtype)
@@ -68,6 +70,51 @@ fn case_08_the_scatter_loops_over_slots() {
         let slots: Vec<i64> = (20..30).collect();
         small_impl(dtype).do_kv_cache_update(&rows, &rows, &mut cache, &slots);
         assert_eq!(written(&cache), (20..30).collect::<Vec<_>>());
+    }
+}
+
+/// The ranks of decode context parallelism, each with its own share of one request's keys: a rank with nothing returns
+/// zeros and −∞, and the ranks' results merge to the whole.
+#[test]
+fn case_10_a_rank_without_keys_returns_zeros_and_minus_infinity() {
+    let config = config(4, 2, 32);
+    for (keys, world, interleave) in [(7, 2, 1), (17, 4, 1), (1, 4, 1), (130, 4, 64), (0, 2, 1)] {
+        let shares = dcp_local_seq_lens_all_ranks(&[keys], world, interleave);
+        let query = normals(&mut rng(10), 4 * 32);
+        let mut whole = (Vec::new(), Vec::new());
+        let mut parts = Vec::new();
+        for (rank, &share) in shares.iter().enumerate() {
+            let mut random = rng(100 + rank as u64);
+            let rows = [(1, share as usize)];
+            let mut batch = Batch::new(&mut random, config, Causal::All(false), &rows, 0);
+            batch.query.clone_from(&query);
+            let (output, lse) = batch.run(&Metadata::FlashAttn(batch.flash_attn()));
+            if share == 0 {
+                assert!(output.iter().all(|&x| x == 0.0), "rank {rank}");
+                assert!(lse.iter().all(|&x| x == f32::NEG_INFINITY), "rank {rank}");
+            }
+            whole.0.extend_from_slice(&batch.keys[0]);
+            whole.1.extend_from_slice(&batch.values[0]);
+            parts.push((output, lse));
+        }
+        // Attention over all keys: their order does not matter to a query that sees them all.
+        let rows = [(1, keys as usize)];
+        let mut batch = Batch::new(&mut rng(11), config, Causal::All(false), &rows, 0);
+        (batch.query, batch.keys[0], batch.values[0]) = (query, whole.0, whole.1);
+        let expected = batch.expected(false);
+        let mut merged = vec![f32::NAN; 4 * 32];
+        for (head, merged) in merged.chunks_mut(32).enumerate() {
+            let of_head = parts
+                .iter()
+                .map(|(output, lse)| (&output[head * 32..(head + 1) * 32], f64::from(lse[head])));
+            let lse = merge_states(of_head, merged);
+            let wanted = expected.lse[head];
+            assert!(
+                lse == wanted || (lse - wanted).abs() < 1e-5,
+                "{lse} {wanted}"
+            );
+        }
+        assert!(max_relative_error(&merged, &expected.output, 32) <= 2e-6);
     }
 }
 
@@ -274,6 +321,38 @@ fn case_22_rows_without_keys_are_zeros_with_lse_minus_infinity() {
     step.prepare(&Metadata::FlashAttn(metadata), &batch.inputs(), 16)
         .unwrap();
     assert_eq!(step.num_work_items(), 0);
+}
+
+/// Field case 24: the split count of the schedule is the one that runs; nothing chooses again.
+#[test]
+fn case_24_the_splits_of_the_schedule_are_those_executed() {
+    let rows = [(1, 1_000), (1, 16), (1, 40)];
+    let batch = Batch::new(&mut rng(24), config(2, 1, 32), Causal::All(true), &rows, 0);
+    let mut metadata = batch.flash_attn();
+    metadata.schedule.max_num_splits = 8;
+    metadata.schedule.num_splits = vec![7, 1, 3];
+    let mut step = StepMetadata::new();
+    step.prepare(&Metadata::FlashAttn(metadata), &batch.inputs(), 16)
+        .unwrap();
+    assert_eq!(step.max_splits(), 7);
+    // 63 pages in 7 parts of 9; 1; 3 pages in 3 parts.
+    let keys: Vec<_> = step
+        .work_items()
+        .map(|item| (item.request, item.queries, item.keys))
+        .collect();
+    let mut wanted: Vec<_> = (0..7)
+        .map(|part| (0, 0..1, part * 144..((part + 1) * 144).min(1_000)))
+        .collect();
+    wanted.push((1, 0..1, 0..16));
+    wanted.extend((0..3).map(|part| (2, 0..1, part * 16..((part + 1) * 16).min(40))));
+    assert_eq!(keys, wanted);
+    let requests: Vec<_> = step.requests().collect();
+    assert_eq!(
+        (requests[2].tokens.clone(), requests[2].num_keys),
+        (2..3, 40)
+    );
+    let (page, width) = (batch.block_table[2 * batch.width + 2] as usize, 16);
+    assert_eq!(requests[2].slot(39), page * width + 7);
 }
 
 #[test]

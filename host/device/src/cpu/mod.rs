@@ -17,9 +17,11 @@ mod math;
 mod prepare;
 mod step;
 mod tensors;
+mod view;
 
 pub use config::{AttentionConfig, AttentionImpl, ImplError, new_impl};
 pub use execute::merge_states;
 pub use kernel::instruction_set;
 pub use kv_cache::{CacheDtype, KvCache};
 pub use step::{PrepareError, StepMetadata};
+pub use view::{RequestView, WorkItemView};
