@@ -473,6 +473,32 @@ fn the_report_names_each_layer_and_each_hazard() {
 }
 
 #[test]
+fn an_fp8_cache_that_a_device_cannot_read_is_refused() {
+    let refusal = |backend, device| {
+        let mut fp8 = FullAttentionSpec::new(16, 2, 64, Dtype::Uint8);
+        fp8.attention.kv_quant_mode = KvQuantMode::Fp8PerTensor;
+        let layers = [layer("l.0", backend, device, &fp8.into())];
+        let groups = attention_groups(&layers, &kv_cache_groups(&layers).unwrap()).unwrap();
+        let report = StartupReport::new(&groups, &facts(device));
+        report.refusal().map(|hazard| hazard.message.clone())
+    };
+    for device in [cuda(8, 0), cuda(8, 9), cuda(12, 0)] {
+        assert_eq!(
+            refusal(Backend::FlashAttn, device).as_deref(),
+            Some("FlashAttention does not support fp8 kv-cache on this device.")
+        );
+    }
+    for device in [cuda(9, 0), cuda(10, 0)] {
+        assert_eq!(refusal(Backend::FlashAttn, device), None);
+    }
+    assert!(
+        refusal(Backend::TritonAttn, cuda(8, 0))
+            .is_some_and(|text| text.ends_with("Re-run with --kv-cache-dtype auto"))
+    );
+    assert_eq!(refusal(Backend::TritonAttn, cuda(8, 9)), None);
+}
+
+#[test]
 fn a_dcp_interleave_that_flashinfer_mla_cannot_read_is_refused() {
     let device = cuda(10, 0);
     let spec = MlaAttentionSpec::new(64, 576, Dtype::Bfloat16).into();

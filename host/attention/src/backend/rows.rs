@@ -1,4 +1,6 @@
 //! The table: one row per backend, and what changes with the compute capability.
+//!
+//! Source: vLLM `vllm/v1/attention/backends/*` @0.33, recorded in `tests/vectors/backend_supports_tables.json`.
 
 use std::borrow::Cow;
 

@@ -1,5 +1,7 @@
 //! Batch invariance: a request's numbers must not depend on what else is in the batch. It must never know how a
 //! backend keeps that.
+//!
+//! Source: vLLM 0.33 `init_attn_backend` (`vllm/v1/worker/gpu/attn_utils.py`); one split is ours.
 
 use core::fmt;
 

@@ -1,5 +1,7 @@
 //! Padding: a batch made as large as a captured graph, and the dummy batch that a graph is captured with. It must
 //! never know which graph.
+//!
+//! Source: what vLLM 0.33's second-generation runner writes into its buffers for FULL graphs, and its dummy batch.
 
 use thiserror::Error;
 use timetable_types::CaptureShape;

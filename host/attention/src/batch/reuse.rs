@@ -1,5 +1,7 @@
 //! Which attention groups of a step build their metadata, and which take another group's and swap the block table.
 //! It must never know what metadata looks like.
+//!
+//! Source: vLLM 0.33 `build_attn_metadata`, its cache of metadata by spec and builder.
 
 use timetable_types::{KvCacheSpec, KvCacheSpecKind};
 

@@ -1,5 +1,8 @@
 //! Slots: where in a group's KV cache each token's key and value go. It must never know a builder: slots are
 //! the host's.
+//!
+//! Source: vLLM 0.33 `vllm/v1/worker/block_table.py` and `vllm/v1/worker/gpu/block_table.py`, recorded in
+//! `tests/vectors/block_table_compute_slot_mapping.json`.
 
 use crate::step::PAD_SLOT_ID;
 

@@ -1,5 +1,7 @@
 //! One KV cache group's step, owned: the field's CommonAttentionMetadata is the host record plus the tensors.
 //! It must never know what a backend makes of it.
+//!
+//! Source: vLLM 0.33 `CommonAttentionMetadata`, recorded in `tests/vectors/common_attn_metadata_methods.json`.
 
 use timetable_types::{Causal, CommonAttentionMetadata};
 

@@ -1,5 +1,7 @@
 //! Block tables as a runner keeps them: one persistent table per KV cache group, indexed by request slot, gathered into batch
 //! order each step. It must never know who allocates blocks.
+//!
+//! Source: vLLM 0.33 `vllm/v1/worker/gpu/block_table.py` (`BlockTables`), recorded in `tests/vectors/mrv2_block_tables.json`.
 
 use thiserror::Error;
 

@@ -1,4 +1,6 @@
 //! Launch promises: the numbers that a captured graph has frozen in. It must never know what a builder does to keep one.
+//!
+//! Ours: the field has no such record; its graphs rely on numbers that each builder keeps by convention.
 
 use thiserror::Error;
 use timetable_types::LaunchPromise;

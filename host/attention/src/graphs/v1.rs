@@ -1,4 +1,6 @@
 //! Dispatch in the first-generation runner: exact keys. It must never know a captured graph, only what it is found by.
+//!
+//! Source: vLLM 0.33 `vllm/v1/cudagraph_dispatcher.py`, recorded in `tests/vectors/cudagraph_dispatcher_v1.json`.
 
 use std::collections::BTreeSet;
 

@@ -1,5 +1,7 @@
 //! Dispatch in the second-generation runner: the first captured graph that is compatible. It must never know a
 //! captured graph, only what it is found by.
+//!
+//! Source: vLLM 0.33 `vllm/v1/worker/gpu/cudagraph_utils.py`, recorded in `tests/vectors/cudagraph_manager_v2.json`.
 
 use timetable_types::CudagraphMode;
 

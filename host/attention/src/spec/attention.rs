@@ -1,4 +1,6 @@
 //! Specs of layers that keep keys and values (or one latent vector) per token.
+//!
+//! Formulas: vLLM `vllm/v1/kv_cache_interface.py` @0.32/0.33, as [`super`] says.
 
 use timetable_types::Dtype;
 

@@ -1,4 +1,6 @@
 //! The spec of layers that keep a recurrent state per request.
+//!
+//! Formulas: vLLM `MambaSpec` (`vllm/v1/kv_cache_interface.py`) @0.32/0.33, as [`super`] says.
 
 use super::{Dtype, MambaCacheMode, MambaParameters, MambaType, SpecError, dtype_size, non_zero};
 

@@ -1,4 +1,6 @@
 //! Pages and context-parallel shares of sequence lengths. It must never know a block table.
+//!
+//! Page counts: vLLM 0.33 `FlashInferMetadataBuilder` (ceil(length / page size); the last page of a full one is the page size).
 
 use alloc::vec::Vec;
 
