@@ -437,7 +437,7 @@ pub fn run() -> anyhow::Result<Outcome> {
         }
         writeln!(
             text,
-            "  at most {} splits ran; relative error {:.1e}",
+            "  splits per request: at most {}; relative error {:.1e}",
             served.max_splits, served.error
         )?;
     }
