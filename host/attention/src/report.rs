@@ -113,6 +113,11 @@ pub struct RunFacts<'a> {
     /// Logarithm bases of the log-sum-exp that an impl returns and that the merge of partial results expects, per attention
     /// group where both are known: `true` is base e.
     pub lse_bases: &'a [(usize, LseBases)],
+    /// Where batches carry a causal flag per request: the FlashAttention version that would read them. None: one flag for
+    /// each batch.
+    pub per_request_causal: Option<u32>,
+    /// Where piecewise graphs were asked for and nothing splits the model at its attention layers: (model, mode).
+    pub unsplit_model: Option<(&'a str, &'a str)>,
 }
 
 /// Who assumes which base of log-sum-exp.
@@ -227,6 +232,14 @@ fn hazards(groups: &[AttentionGroup], facts: &RunFacts<'_>) -> Vec<Hazard> {
             ));
         }
     }
+    if let Some((model, mode)) = facts.unsplit_model {
+        found.push(Hazard::refusal(
+            "piecewise_unavailable",
+            format!(
+                "{model}: piecewise CUDA graphs (cudagraph_mode={mode}) unavailable, model is not torch-compiled and breakable CUDA graph is off. Set VLLM_USE_BREAKABLE_CUDAGRAPH=1 or cudagraph_mode=NONE/FULL."
+            ),
+        ));
+    }
     // One line per backend and cause, however many groups it has.
     let mut seen: Vec<(&str, &'static str)> = Vec::new();
     for group in groups {
@@ -299,6 +312,16 @@ fn group_hazards(group: &AttentionGroup, facts: &RunFacts<'_>) -> Vec<Hazard> {
         ));
     }
     let on_gpu = facts.device.capability().is_some();
+    if let Some(version) = facts.per_request_causal
+        && name == "FLASH_ATTN"
+        && on_gpu
+        && version != 4
+    {
+        found.push(Hazard::refusal(
+            "per_request_causal",
+            format!("Per-sequence causal requires FA4. Current version: FA{version}"),
+        ));
+    }
     if name == "FLASHINFER" && on_gpu && facts.num_speculative_tokens > 0 {
         found.push(Hazard::warning(
             "flashinfer_plan_waits",

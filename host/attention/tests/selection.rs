@@ -398,6 +398,8 @@ fn facts(device: Device) -> RunFacts<'static> {
         selection_warnings: &[],
         graph_mode_changes: &[],
         lse_bases: &[],
+        per_request_causal: None,
+        unsplit_model: None,
     }
 }
 
@@ -496,6 +498,46 @@ fn an_fp8_cache_that_a_device_cannot_read_is_refused() {
             .is_some_and(|text| text.ends_with("Re-run with --kv-cache-dtype auto"))
     );
     assert_eq!(refusal(Backend::TritonAttn, cuda(8, 9)), None);
+}
+
+#[test]
+fn flags_per_request_and_graphs_in_pieces_need_what_reads_them() {
+    let refusals = |device, facts: &RunFacts<'_>| {
+        let spec = FullAttentionSpec::new(16, 2, 64, Dtype::Bfloat16).into();
+        let layers = [layer("l.0", Backend::FlashAttn, device, &spec)];
+        let groups = attention_groups(&layers, &kv_cache_groups(&layers).unwrap()).unwrap();
+        let hazards = StartupReport::new(&groups, facts).hazards;
+        assert!(hazards.iter().all(|h| h.severity == Severity::Refusal));
+        hazards.into_iter().map(|h| h.message).collect::<Vec<_>>()
+    };
+    let (hopper, cpu) = (cuda(9, 0), Device::Cpu);
+    for (device, version, refused) in [
+        (hopper, Some(3), true),
+        (hopper, Some(4), false),
+        (hopper, None, false),
+        // The CPU device reads the flags itself.
+        (cpu, Some(0), false),
+    ] {
+        let asked = RunFacts {
+            per_request_causal: version,
+            ..facts(device)
+        };
+        let expected: &[&str] = match refused {
+            true => &["Per-sequence causal requires FA4. Current version: FA3"],
+            false => &[],
+        };
+        assert_eq!(refusals(device, &asked), expected);
+    }
+    let unsplit = RunFacts {
+        unsplit_model: Some(("LlamaForCausalLM", "PIECEWISE")),
+        ..facts(hopper)
+    };
+    assert_eq!(
+        refusals(hopper, &unsplit),
+        [
+            "LlamaForCausalLM: piecewise CUDA graphs (cudagraph_mode=PIECEWISE) unavailable, model is not torch-compiled and breakable CUDA graph is off. Set VLLM_USE_BREAKABLE_CUDAGRAPH=1 or cudagraph_mode=NONE/FULL."
+        ]
+    );
 }
 
 #[test]
