@@ -86,7 +86,7 @@ pub enum ImplError {
 ///
 /// `forward_includes_kv_cache_update` is false: the caller scatters first.
 pub trait AttentionImpl: Send + Sync {
-    /// Writes this step's keys and values (f32 [T', num_kv_heads, head_size]) into the cache. The slots (s64 [n]) are the
+    /// Writes this step's keys and values (`f32 [T', num_kv_heads, head_size]`) into the cache. The slots (`s64 [n]`) are the
     /// forward context's, never a builder's. Loops over slots: slot −1 is skipped, rows from n on write nothing.
     ///
     /// # Panics

@@ -300,7 +300,7 @@ impl<E: Element> Forward<'_, E> {
     }
 }
 
-/// Merges partial attention results (output f32 [D], log-sum-exp) of one query row, in order, into `output`. Returns the
+/// Merges partial attention results (output `f32 [D]`, log-sum-exp) of one query row, in order, into `output`. Returns the
 /// log-sum-exp of the whole, −∞ if there is nothing.
 ///
 /// The field's merge of two states, out = (p·wp + s·ws) / (wp + ws) with w = e^(lse − max), extended to n: an LSE of +∞

@@ -124,7 +124,7 @@ impl KvCache {
         }
     }
 
-    /// The key of one token of one head, widened: f32 [head_size].
+    /// The key of one token of one head, widened: `f32 [head_size]`.
     ///
     /// # Panics
     /// If there is no such slot or head.
@@ -134,7 +134,7 @@ impl KvCache {
         content
     }
 
-    /// The value of one token of one head, widened: f32 [head_size].
+    /// The value of one token of one head, widened: `f32 [head_size]`.
     ///
     /// # Panics
     /// If there is no such slot or head.
