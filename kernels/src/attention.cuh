@@ -60,7 +60,7 @@ struct PageWalk {
     int64_t block_stride, token_stride;
     int first, step, count, block_size, lane;
     int64_t offset;
-    int next_id;
+    int first_id, next_id;
 
     __device__ __forceinline__ int fetch(int run) const {
         return run < count ? __ldg(table + (first + run * step) / block_size) : 0;
@@ -69,11 +69,12 @@ struct PageWalk {
         int key = first + run * step;
         return static_cast<int64_t>(id) * block_stride + static_cast<int64_t>(key % block_size) * token_stride;
     }
-    __device__ __forceinline__ void start() {
-        int id = fetch(lane);
+    // Asks for the first block ids; `start` waits for them.
+    __device__ __forceinline__ void ask() {
+        first_id = fetch(lane);
         next_id = fetch(32 + lane);
-        offset = locate(id, lane);
     }
+    __device__ __forceinline__ void start() { offset = locate(first_id, lane); }
     // Element offset of run `run`. All lanes, runs in order, none left out.
     __device__ __forceinline__ int64_t at(int run) {
         if (run > 0 && (run & 31) == 0) {

@@ -9,7 +9,7 @@
 
 // How much of what surrounds a 16-byte copy the L2 fetches along.
 #ifndef TT_L2_PREFETCH
-#define TT_L2_PREFETCH "L2::128B"
+#define TT_L2_PREFETCH ".L2::128B"
 #endif
 
 namespace tt {
@@ -102,7 +102,7 @@ __device__ __forceinline__ unsigned shared_address(const void *p) {
 // 16 bytes from global to shared memory, asynchronously; zeros, and no read, where not `valid`.
 __device__ __forceinline__ void copy_async16(unsigned to, const void *from, bool valid) {
     int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global." TT_L2_PREFETCH " [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global" TT_L2_PREFETCH " [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>

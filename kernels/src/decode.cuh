@@ -51,6 +51,7 @@ __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
     walk.count = count;
     walk.block_size = p.block_size;
     walk.lane = lane;
+    walk.ask();
     walk.start();
 
     const KV *cache = static_cast<const KV *>(p.kv_cache) + kv_head * p.kv_head_stride;

@@ -1,6 +1,6 @@
 // The prefill kernels. Grid: num_kv_heads * max_work_items blocks of 128 threads. The symbols tt_shared_bytes_<name> and
 // tt_tile_rows_<name> (s32, in the module) say how much dynamic shared memory a launch takes and how many packed rows an
-// item may have: 128, or 64 at a head of 256.
+// item may have: 128; 64 at a head of 256, and for those named _r64, which suit short queries and work lists of such tiles.
 #include "prefill.cuh"
 
 #define TT_PREFILL(name, E, KV, D, BLOCKS, KEYS)                                                             \
@@ -28,3 +28,10 @@ TT_PREFILL(tt_prefill_f16_fp8_d64, __half, tt::Fp8, 64, 2, 64)
 TT_PREFILL(tt_prefill_f16_fp8_d96, __half, tt::Fp8, 96, 2, 32)
 TT_PREFILL(tt_prefill_f16_fp8_d128, __half, tt::Fp8, 128, 2, 32)
 TT_PREFILL(tt_prefill_f16_fp8_d256, __half, tt::Fp8, 256, 1, 32)
+
+TT_PREFILL(tt_prefill_bf16_d64_r64, __nv_bfloat16, __nv_bfloat16, 64, 1, 64)
+TT_PREFILL(tt_prefill_bf16_d96_r64, __nv_bfloat16, __nv_bfloat16, 96, 1, 64)
+TT_PREFILL(tt_prefill_bf16_d128_r64, __nv_bfloat16, __nv_bfloat16, 128, 1, 64)
+TT_PREFILL(tt_prefill_f16_d64_r64, __half, __half, 64, 1, 64)
+TT_PREFILL(tt_prefill_f16_d96_r64, __half, __half, 96, 1, 64)
+TT_PREFILL(tt_prefill_f16_d128_r64, __half, __half, 128, 1, 64)

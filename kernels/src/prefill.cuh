@@ -55,7 +55,7 @@ __device__ __forceinline__ void prefill_attention(const TtAttentionParams &p) {
     walk.count = range.high > walk.first ? (range.high - walk.first + KEYS - 1) / KEYS : 0;
     walk.block_size = p.block_size;
     walk.lane = lane;
-    walk.start();
+    walk.ask();
 
     const KV *cache = static_cast<const KV *>(p.kv_cache) + kv_head * p.kv_head_stride;
     const unsigned queries = shared_address(shared);
@@ -90,6 +90,7 @@ __device__ __forceinline__ void prefill_attention(const TtAttentionParams &p) {
             copy_async16(queries + row * kQueryBytes + chunk * 16, from, real);
         }
     }
+    walk.start();
     issue(0);
 
     float scale = p.scale, value_scale = 1.0f;

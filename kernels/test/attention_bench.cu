@@ -123,11 +123,36 @@ void bench_attention() {
     }
 }
 
+// Short queries onto long contexts, as extends and speculation bring them: by each kernel that can.
+void bench_extends() {
+    std::printf("extends bf16, NHD: us by tile of 16 (decode), 64 and 128 rows\n%6s %8s %8s %7s %9s %9s %9s\n", "batch", "query",
+                "context", "splits", "16", "64", "128");
+    struct Case {
+        int batch, query, context, splits;
+    };
+    for (const Case &c : {Case{64, 4, 4096, 1}, Case{64, 8, 4096, 1}, Case{64, 16, 4096, 1}, Case{64, 32, 4096, 1},
+                          Case{4, 16, 32768, 8}}) {
+        Shape s = decode_shape(c.batch, c.context, c.splits, true);
+        s.query_lens.assign(c.batch, c.query);
+        Batch b(s);
+        std::printf("%6d %8d %8d %7d", c.batch, c.query, c.context, c.splits);
+        for (int tile : {16, 64, 128}) {
+            std::string kernel = kernel_name(tile == 16 ? "decode" : "prefill", s) + (tile == 64 ? "_r64" : "");
+            Plan plan(b, tile, 0, 0x7fffffff, false);
+            Scratch scratch(b, plan);
+            Buffer<unsigned char> output(b.query.size);
+            std::printf(" %9.1f",
+                        graph_time(1, 30, [&](int) { attention(kernel, b, plan, scratch, output.data, nullptr); }));
+        }
+        std::printf("\n");
+    }
+}
+
 void bench_ladder() {
     const char *const steps[] = {"tt_ladder_0_plain",    "tt_ladder_1_mma_w4_s1", "tt_ladder_2_w4_s2",
                                  "tt_ladder_3_w4_s3",    "tt_ladder_4_w4_s2_x3",  "tt_ladder_5_w4_s6_x1",
                                  "tt_ladder_6_w2_s3_x4", "tt_ladder_7_w8_s3_x1",  "tt_ladder_8_w1_s3_x8",
-                                 "tt_ladder_9_w4_s3_p256"};
+                                 "tt_ladder_9_w4_s3_p256", "tt_ladder_10_w4_s3_p0"};
     struct Case {
         int batch, context, splits;
         bool nhd;

@@ -408,6 +408,8 @@ void check(const Shape &shape, const char *how, const char *ladder = nullptr) {
             steps.emplace_back(ladder ? ladder : kernel_name("decode", shape), Plan(b, 16, 0, none, true));
         } else if (kind == "prefill") {
             steps.emplace_back(kernel_name("prefill", shape), Plan(b, tile, 0, none, true));
+        } else if (kind == "prefill64") {
+            steps.emplace_back(kernel_name("prefill", shape) + "_r64", Plan(b, 64, 0, none, true));
         } else {
             steps.emplace_back(kernel_name("decode", shape), Plan(b, 16, 0, 16, false));
             steps.emplace_back(kernel_name("prefill", shape), Plan(b, tile, 17, none, true));

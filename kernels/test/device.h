@@ -175,6 +175,7 @@ void test_unpack();
 void bench_scatter();
 void bench_unpack();
 void bench_attention();
+void bench_extends();
 void bench_layers();
 void bench_ladder();
 void bench_scatter_ladder();

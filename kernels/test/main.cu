@@ -112,7 +112,7 @@ int main(int argc, char **argv) {
         modules.load(std::string(argv[1]) + "/" + name + ".fatbin");
     }
     if (asked.count("ladder")) {
-        for (const char *name : {"decode_ladder", "decode_prefetch_256", "other_ladders", "scatter_default_store",
+        for (const char *name : {"decode_ladder", "decode_prefetch_256", "decode_prefetch_none", "other_ladders", "scatter_default_store",
                                  "scatter_cached_load", "scatter_cached_load_stream_store"}) {
             modules.load(std::string(argv[1]) + "/" + name + ".fatbin");
         }
@@ -129,6 +129,7 @@ int main(int argc, char **argv) {
         bench_ceilings();
         bench_scatter();
         bench_attention();
+        bench_extends();
         bench_layers();
         bench_unpack();
     }

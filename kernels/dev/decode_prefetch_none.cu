@@ -1,0 +1,10 @@
+// The decode kernel without an L2 prefetch.
+#define TT_L2_PREFETCH ""
+#include "decode.cuh"
+
+extern "C" __global__ void __launch_bounds__(128, 2) tt_ladder_10_w4_s3_p0(const __grid_constant__ TtAttentionParams p) {
+    tt::decode_attention<__nv_bfloat16, __nv_bfloat16, 128, 4, 3>(p);
+}
+extern "C" {
+__device__ int tt_shared_bytes_tt_ladder_10_w4_s3_p0 = tt::kDecodeSharedBytes<__nv_bfloat16, 128, 4, 3>;
+}
