@@ -1,5 +1,6 @@
 // The decode kernel's steps, kept so that each can be measured again: bf16, head 128. LADDER.md has the figures. Same
 // arguments, items and results as tt_decode_bf16_d128.
+#define TT_DECODE_ONCE false
 #include "decode.cuh"
 
 namespace {

@@ -86,7 +86,7 @@ struct PageWalk {
 };
 
 // Copies ROWS states to shared memory, by one warp. States outside [low, high) become zeros: nothing is read there.
-template <class KV, int D, int ROWS>
+template <class KV, int D, int ROWS, bool ONCE>
 __device__ __forceinline__ void copy_states(unsigned to, const KV *from, int64_t token_stride, int key, int low, int high,
                                             int lane) {
     constexpr int kChunks = 2 * D * static_cast<int>(sizeof(KV)) / 16;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void copy_states(unsigned to, const KV *from, int64_t
         int row = index / kChunks, chunk = index % kChunks;
         bool valid = key + row >= low && key + row < high;
         const unsigned char *source = reinterpret_cast<const unsigned char *>(from + row * token_stride) + chunk * 16;
-        copy_async16(to + row * kStateBytes<KV, D> + chunk * 16, source, valid);
+        copy_async16<ONCE>(to + row * kStateBytes<KV, D> + chunk * 16, source, valid);
     }
 }
 

@@ -99,10 +99,21 @@ __device__ __forceinline__ unsigned shared_address(const void *p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes from global to shared memory, asynchronously; zeros, and no read, where not `valid`.
+// 16 bytes from global to shared memory, asynchronously; zeros, and no read, where not `valid`. ONCE: nothing reads them
+// again soon, so they may leave the L2 before anything else.
+template <bool ONCE>
 __device__ __forceinline__ void copy_async16(unsigned to, const void *from, bool valid) {
     int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global" TT_L2_PREFETCH " [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    if constexpr (ONCE) {
+        unsigned long long policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint" TT_L2_PREFETCH " [%0], [%1], 16, %2, %3;" ::"r"(to),
+                     "l"(from), "r"(bytes), "l"(policy)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.cg.shared.global" TT_L2_PREFETCH " [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                     : "memory");
+    }
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>

@@ -8,6 +8,12 @@
 
 #include "attention.cuh"
 
+// A decode reads each key and value once a step, so they may leave the L2 first. The ladder tries without the hint; fp8
+// caches, short of issue slots, and heads of 256, short of registers, do without it.
+#ifndef TT_DECODE_ONCE
+#define TT_DECODE_ONCE true
+#endif
+
 namespace tt {
 
 template <class KV, int D, int WARPS, int STAGES>
@@ -21,12 +27,17 @@ __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
     constexpr int kRun = 16;
     constexpr int kStage = kRun * kStateBytes<KV, D>;
     constexpr int kOutStride = D + 4;
+    constexpr bool kOnce = TT_DECODE_ONCE && !F::kFp8 && D <= 128;
     static_assert(kDecodeSharedBytes<KV, D, WARPS, STAGES> >= WARPS * 16 * kOutStride * 4, "the final merge fits");
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float2 states[WARPS][16];
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#ifdef TT_ITEMS_FIRST
+    const int index = blockIdx.x % p.max_work_items, kv_head = blockIdx.x / p.max_work_items;
+#else
     const int index = blockIdx.x / p.num_kv_heads, kv_head = blockIdx.x % p.num_kv_heads;
+#endif
     const TtWorkItem item = load_item(p.items + index);
     const TtWorkHeader header = load_header(p.header);
     if (header.tail_begin < header.tail_end) {
@@ -59,8 +70,8 @@ __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
     auto issue = [&](int run, int stage) {
         if (run < count) {
             int64_t offset = walk.at(run);
-            copy_states<KV, D, kRun>(stages + stage * kStage, cache + offset, p.kv_token_stride,
-                                     walk.first + run * walk.step, range.low, range.high, lane);
+            copy_states<KV, D, kRun, kOnce>(stages + stage * kStage, cache + offset, p.kv_token_stride,
+                                            walk.first + run * walk.step, range.low, range.high, lane);
         }
         copy_commit();
     };

@@ -63,7 +63,7 @@ __device__ __forceinline__ void prefill_attention(const TtAttentionParams &p) {
     auto issue = [&](int tile) {
         if (tile < tiles) {
             int64_t offset = walk.at(tile);
-            copy_states<KV, D, kRun>(stages + (tile & 1) * kStage + warp * kRun * kStateBytes<KV, D>, cache + offset,
+            copy_states<KV, D, kRun, false>(stages + (tile & 1) * kStage + warp * kRun * kStateBytes<KV, D>, cache + offset,
                                      p.kv_token_stride, walk.first + tile * KEYS, range.low, range.high, lane);
         }
         copy_commit();
@@ -87,7 +87,7 @@ __device__ __forceinline__ void prefill_attention(const TtAttentionParams &p) {
             to[1] = x.z;
             to[5] = x.w;
         } else {
-            copy_async16(queries + row * kQueryBytes + chunk * 16, from, real);
+            copy_async16<true>(queries + row * kQueryBytes + chunk * 16, from, real);
         }
     }
     walk.start();

@@ -152,13 +152,16 @@ void bench_ladder() {
     const char *const steps[] = {"tt_ladder_0_plain",    "tt_ladder_1_mma_w4_s1", "tt_ladder_2_w4_s2",
                                  "tt_ladder_3_w4_s3",    "tt_ladder_4_w4_s2_x3",  "tt_ladder_5_w4_s6_x1",
                                  "tt_ladder_6_w2_s3_x4", "tt_ladder_7_w8_s3_x1",  "tt_ladder_8_w1_s3_x8",
-                                 "tt_ladder_9_w4_s3_p256", "tt_ladder_10_w4_s3_p0"};
+                                 "tt_ladder_9_w4_s3_p256", "tt_ladder_10_w4_s3_p0",
+                                 "tt_ladder_11_w4_s3_ef", "tt_ladder_12_w4_s3_items",
+                                 "tt_ladder_13_w4_s2_x3_ef"};
     struct Case {
         int batch, context, splits;
         bool nhd;
     };
     const Case cases[] = {{1, 8192, 32, true},  {1, 131072, 32, true}, {1, 131072, 32, false},
-                          {16, 8192, 2, true},  {64, 8192, 1, true},   {256, 1024, 1, true}};
+                          {16, 8192, 2, true},  {64, 8192, 1, true},   {256, 1024, 1, true},
+                          {256, 4096, 1, true}};
     std::printf("%-24s %4s %6s", "decode ladder (us)", "regs", "smem");
     for (const Case &c : cases) {
         char text[40];
