@@ -1,6 +1,7 @@
 // The decode kernel's steps, kept so that each can be measured again: bf16, head 128. LADDER.md has the figures. Same
 // arguments, items and results as tt_decode_bf16_d128.
 #define TT_DECODE_ONCE false
+#define TT_DECODE_NARROW false
 #include "decode.cuh"
 
 namespace {

@@ -1,6 +1,7 @@
 // The decode kernel without an L2 prefetch.
 #define TT_L2_PREFETCH ""
 #define TT_DECODE_ONCE false
+#define TT_DECODE_NARROW false
 #include "decode.cuh"
 
 extern "C" __global__ void __launch_bounds__(128, 2) tt_ladder_10_w4_s3_p0(const __grid_constant__ TtAttentionParams p) {

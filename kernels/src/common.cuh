@@ -134,6 +134,13 @@ __device__ __forceinline__ void load_matrix4_transposed(unsigned (&r)[4], unsign
                  : "memory");
 }
 
+// The 8x8 matrix of 16-bit elements that a warp holds, two a lane, transposed.
+__device__ __forceinline__ unsigned transpose_matrix(unsigned x) {
+    unsigned y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 template <bool Condition, class A, class B>
 struct Choose {
     using type = A;

@@ -2,7 +2,7 @@
 //
 // A block is one item for one KV head. Its warps share nothing until the end: each walks its own runs of 16 keys (run w,
 // w + WARPS, ...) through a pipeline of STAGES shared-memory stages that it fills itself with cp.async, so that no barrier
-// stands in the loop. The packed rows are the 16 rows of an mma tile. At the end the warps' results are merged in warp
+// stands in the loop. The packed rows are the 16 rows of an mma tile, or, up to 8, its columns. At the end the warps' results are merged in warp
 // order, and the item's partial is merged with the others of its tile by the block that comes last.
 #pragma once
 
@@ -13,14 +13,21 @@
 #ifndef TT_DECODE_ONCE
 #define TT_DECODE_ONCE true
 #endif
+// Whether items of at most 8 packed rows have a form of their own.
+#ifndef TT_DECODE_NARROW
+#define TT_DECODE_NARROW true
+#endif
 
 namespace tt {
 
 template <class KV, int D, int WARPS, int STAGES>
 constexpr int kDecodeSharedBytes = WARPS * STAGES * 16 * kStateBytes<KV, D>;
 
-template <class E, class KV, int D, int WARPS, int STAGES>
-__device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
+// One item. NARROW: at most 8 packed rows, which are then the 8 columns of an mma and the keys (of a score) or dimensions
+// (of an output) its 16 rows: half the work of padding rows to 16.
+template <class E, class KV, int D, int WARPS, int STAGES, bool NARROW>
+__device__ __forceinline__ void decode_item(const TtAttentionParams &p, const TtWorkItem &item, int kv_head,
+                                            unsigned char *shared, float2 (&states)[WARPS][16]) {
     // fp8 states are widened to f16, which is cheaper than to bf16, and exact.
     using M = typename Choose<IsFp8<KV>::value, __half, E>::type;
     using F = Fragments<M, KV, D>;
@@ -29,23 +36,8 @@ __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
     constexpr int kOutStride = D + 4;
     constexpr bool kOnce = TT_DECODE_ONCE && !F::kFp8 && D <= 128;
     static_assert(kDecodeSharedBytes<KV, D, WARPS, STAGES> >= WARPS * 16 * kOutStride * 4, "the final merge fits");
-    extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ float2 states[WARPS][16];
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#ifdef TT_ITEMS_FIRST
-    const int index = blockIdx.x % p.max_work_items, kv_head = blockIdx.x / p.max_work_items;
-#else
-    const int index = blockIdx.x / p.num_kv_heads, kv_head = blockIdx.x % p.num_kv_heads;
-#endif
-    const TtWorkItem item = load_item(p.items + index);
-    const TtWorkHeader header = load_header(p.header);
-    if (header.tail_begin < header.tail_end) {
-        clear_tail<E, D>(p, header);
-    }
-    if (index >= header.num_items) {
-        return;
-    }
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int group = p.num_heads / p.num_kv_heads;
     const int rows = item.row_end - item.row_begin;
     const KeyRange range = key_range(item, group, p.sliding_window);
@@ -83,32 +75,31 @@ __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
         }
     }
 
-    // The queries, as A fragments. Row `lane / 4` and the row 8 below it.
-    const int t = lane & 3;
+    // A thread has scores and outputs of two rows, and loads queries of kLoads: as A fragments rows g and g + 8, as a B
+    // fragment row g.
+    constexpr int kLoads = NARROW ? 1 : 2;
+    auto row_of = [&](int half) { return NARROW ? 2 * t + half : g + 8 * half; };
     int row_low[2], row_high[2];
-    const E *query_rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        int row = lane / 4 + 8 * half;
-        int packed = item.row_begin + row;
-        int token = packed / group, member = packed - token * group;
-        int position = item.kv_len - item.query_len + token;
-        bool real = row < rows;
+        int row = row_of(half);
+        int position = item.kv_len - item.query_len + (item.row_begin + row) / group;
         row_low[half] = max(range.low, first_key(position, p.sliding_window));
-        row_high[half] = real ? min(range.high, after_key(position, p.sliding_window, item.causal != 0)) : 0;
-        query_rows[half] = real ? static_cast<const E *>(p.query) + (item.first_token + token) * p.query_stride +
-                                      (kv_head * group + member) * D
-                                : nullptr;
+        row_high[half] = row < rows ? min(range.high, after_key(position, p.sliding_window, item.causal != 0)) : 0;
     }
-    unsigned q[D / 16][4];
+    unsigned q[D / 16][2 * kLoads];
 #pragma unroll
-    for (int step = 0; step < D / 16; ++step) {
+    for (int load = 0; load < kLoads; ++load) {
+        const int row = g + 8 * load, packed = item.row_begin + row;
+        const int token = packed / group, member = packed - token * group;
+        const bool real = row < rows;
+        const unsigned *words = reinterpret_cast<const unsigned *>(
+            static_cast<const E *>(p.query) +
+            (real ? (item.first_token + token) * p.query_stride + (kv_head * group + member) * D : 0));
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const unsigned *words = reinterpret_cast<const unsigned *>(query_rows[half]) + step * 8;
-            bool real = query_rows[half] != nullptr;
-            q[step][half] = real ? __ldg(words + (F::kFp8 ? 2 * t : t)) : 0;
-            q[step][half + 2] = real ? __ldg(words + (F::kFp8 ? 2 * t + 1 : t + 4)) : 0;
+        for (int step = 0; step < D / 16; ++step) {
+            q[step][load] = real ? __ldg(words + step * 8 + (F::kFp8 ? 2 * t : t)) : 0;
+            q[step][load + kLoads] = real ? __ldg(words + step * 8 + (F::kFp8 ? 2 * t + 1 : t + 4)) : 0;
         }
     }
     float scale = p.scale;
@@ -117,13 +108,13 @@ __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
     if constexpr (F::kFp8) {
         scale *= kv_scale(p.k_scale, p.kv_scale_stride, kv_head) * Type<M>::kFp8Scale;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int load = 0; load < kLoads; ++load) {
             if constexpr (!IsSame<E, M>::value) {
                 float largest = 0.0f;
 #pragma unroll
                 for (int step = 0; step < D / 16; ++step) {
 #pragma unroll
-                    for (int i = half; i < 4; i += 2) {
+                    for (int i = load; i < 2 * kLoads; i += kLoads) {
                         float2 pair = Type<E>::unpack(q[step][i]);
                         largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
                     }
@@ -132,11 +123,11 @@ __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
                 // 2^(14 - exponent): the largest element lands in [2^14, 2^15).
                 int exponent = min(max((__float_as_int(largest) >> 23) - 127, -100), 100);
                 const float factor = __int_as_float((14 - exponent + 127) << 23);
-                row_scale[half] = __int_as_float((exponent - 14 + 127) << 23);
+                row_scale[load] = __int_as_float((exponent - 14 + 127) << 23);
 #pragma unroll
                 for (int step = 0; step < D / 16; ++step) {
 #pragma unroll
-                    for (int i = half; i < 4; i += 2) {
+                    for (int i = load; i < 2 * kLoads; i += kLoads) {
                         float2 pair = Type<E>::unpack(q[step][i]);
                         q[step][i] = Type<M>::pack(pair.x * factor, pair.y * factor);
                     }
@@ -144,14 +135,34 @@ __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
             }
 #pragma unroll
             for (int step = 0; step < D / 16; ++step) {
-                F::permute_query(q[step][half], q[step][half + 2]);
+                F::permute_query(q[step][load], q[step][load + kLoads]);
             }
+        }
+        if constexpr (NARROW && !IsSame<E, M>::value) {
+            // From the lanes that loaded the rows that this one scores.
+            const float own = row_scale[0];
+            row_scale[0] = __shfl_sync(0xffffffffu, own, 8 * t);
+            row_scale[1] = __shfl_sync(0xffffffffu, own, 8 * t + 4);
         }
     }
     const Scorer scorer(scale, p.soft_cap);
-    float o[D / 8][4];
+
+    // Which of a thread's two rows, and which key of the run, score i is of; which row output element j of a tile is of.
+    constexpr int kScores = NARROW ? 4 : 8;
+    auto score_half = [](int i) { return NARROW ? i & 1 : (i >> 1) & 1; };
+    auto score_key = [&](int i) { return NARROW ? g + 8 * (i >> 1) : (i >> 2) * 8 + 2 * t + (i & 1); };
+    auto output_half = [](int j) { return NARROW ? j & 1 : j >> 1; };
+    auto row_max = [](float x) {
 #pragma unroll
-    for (int i = 0; i < D / 8; ++i) {
+        for (int mask = NARROW ? 4 : 1; mask <= (NARROW ? 16 : 2); mask <<= 1) {
+            x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, mask));
+        }
+        return x;
+    };
+    constexpr int kTiles = NARROW ? D / 16 : D / 8;
+    float o[kTiles][4];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
         o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
     }
     float top[2] = {minus_inf(), minus_inf()}, weight[2] = {0.0f, 0.0f};
@@ -172,7 +183,7 @@ __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
         }
         const unsigned keys = stages + stage * kStage + key_lane, values = stages + stage * kStage + value_lane;
         // Two sums a tile, of even and odd steps: shorter chains.
-        float even[2][4] = {}, odd[2][4] = {};
+        float even[kScores / 4][4] = {}, odd[kScores / 4][4] = {};
 #pragma unroll
         for (int span = 0; span < D / F::kSpan; ++span) {
             unsigned b[F::kSpan / 16][2][2];
@@ -180,46 +191,47 @@ __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
 #pragma unroll
             for (int i = 0; i < F::kSpan / 16; ++i) {
                 int step = span * (F::kSpan / 16) + i;
+                if constexpr (NARROW) {
+                    const unsigned a[4] = {b[i][0][0], b[i][1][0], b[i][0][1], b[i][1][1]};
+                    Type<M>::mma(step % 2 ? odd[0] : even[0], a, q[step][0], q[step][1]);
+                } else {
 #pragma unroll
-                for (int tile = 0; tile < 2; ++tile) {
-                    Type<M>::mma(step % 2 ? odd[tile] : even[tile], q[step], b[i][tile][0], b[i][tile][1]);
-                }
-            }
-        }
-        float s[2][4];
-        const int key = walk.first + run * walk.step;
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float score = even[tile][i] + odd[tile][i];
-                if constexpr (F::kFp8 && !IsSame<E, M>::value) {
-                    score *= row_scale[i >> 1];
-                }
-                s[tile][i] = scorer.score(score);
-            }
-        }
-        if (key < range.low_all || key + kRun > range.high_all) {
-#pragma unroll
-            for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    int at = key + tile * 8 + 2 * t + (i & 1);
-                    if (at < row_low[i >> 1] || at >= row_high[i >> 1]) {
-                        s[tile][i] = minus_inf();
+                    for (int tile = 0; tile < 2; ++tile) {
+                        Type<M>::mma(step % 2 ? odd[tile] : even[tile], q[step], b[i][tile][0], b[i][tile][1]);
                     }
                 }
             }
         }
-        float shift[2], highest[2];
+        float s[kScores];
+        const int key = walk.first + run * walk.step;
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            float score = even[i / 4][i % 4] + odd[i / 4][i % 4];
+            if constexpr (F::kFp8 && !IsSame<E, M>::value) {
+                score *= row_scale[score_half(i)];
+            }
+            s[i] = scorer.score(score);
+        }
+        if (key < range.low_all || key + kRun > range.high_all) {
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) {
+                int at = key + score_key(i);
+                if (at < row_low[score_half(i)] || at >= row_high[score_half(i)]) {
+                    s[i] = minus_inf();
+                }
+            }
+        }
+        float shift[2], highest[2] = {top[0], top[1]};
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            highest[score_half(i)] = fmaxf(highest[score_half(i)], s[i]);
+        }
         bool raised = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float high = fmaxf(fmaxf(s[0][2 * half], s[0][2 * half + 1]), fmaxf(s[1][2 * half], s[1][2 * half + 1]));
-            high = fmaxf(quad_max(high), top[half]);
-            shift[half] = high == minus_inf() ? 0.0f : high;
-            raised |= high > top[half];
-            highest[half] = high;
+            highest[half] = row_max(highest[half]);
+            shift[half] = highest[half] == minus_inf() ? 0.0f : highest[half];
+            raised |= highest[half] > top[half];
         }
         if (__any_sync(0xffffffffu, raised)) {
 #pragma unroll
@@ -228,31 +240,44 @@ __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
                 top[half] = highest[half];
                 weight[half] *= shrink;
 #pragma unroll
-                for (int i = 0; i < D / 8; ++i) {
-                    o[i][2 * half] *= shrink;
-                    o[i][2 * half + 1] *= shrink;
+                for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        if (output_half(j) == half) {
+                            o[i][j] *= shrink;
+                        }
+                    }
                 }
             }
         }
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
+        for (int i = 0; i < kScores; ++i) {
+            s[i] = exp2_approx(s[i] - shift[score_half(i)]);
+            weight[score_half(i)] += s[i];
+        }
+        unsigned w[kScores / 2];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                s[tile][i] = exp2_approx(s[tile][i] - shift[i >> 1]);
-                weight[i >> 1] += s[tile][i];
+        for (int i = 0; i < kScores / 2; ++i) {
+            w[i] = Type<M>::pack(s[2 * i], s[2 * i + 1]);
+            if constexpr (NARROW) {
+                w[i] = transpose_matrix(w[i]);
             }
         }
-        const unsigned a[4] = {Type<M>::pack(s[0][0], s[0][1]), Type<M>::pack(s[0][2], s[0][3]),
-                               Type<M>::pack(s[1][0], s[1][1]), Type<M>::pack(s[1][2], s[1][3])};
 #pragma unroll
         for (int span = 0; span < D / F::kSpan; ++span) {
             unsigned b[F::kSpan / 16][2][2];
             F::values(b, values, span);
 #pragma unroll
             for (int i = 0; i < F::kSpan / 16; ++i) {
+                int step = span * (F::kSpan / 16) + i;
+                if constexpr (NARROW) {
+                    const unsigned a[4] = {b[i][0][0], b[i][1][0], b[i][0][1], b[i][1][1]};
+                    Type<M>::mma(o[step], a, w[0], w[1]);
+                } else {
 #pragma unroll
-                for (int tile = 0; tile < 2; ++tile) {
-                    Type<M>::mma(o[(span * (F::kSpan / 16) + i) * 2 + tile], a, b[i][tile][0], b[i][tile][1]);
+                    for (int tile = 0; tile < 2; ++tile) {
+                        Type<M>::mma(o[step * 2 + tile], w, b[i][tile][0], b[i][tile][1]);
+                    }
                 }
             }
         }
@@ -268,12 +293,25 @@ __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
     float *out_shared = reinterpret_cast<float *>(shared) + warp * 16 * kOutStride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        int row = lane / 4 + 8 * half;
-        float total = quad_sum(weight[half]);
-        if (row < rows) {
-            if (t == 0) {
-                states[warp][row] = make_float2(top[half], total);
+        float total = weight[half];
+#pragma unroll
+        for (int mask = NARROW ? 4 : 1; mask <= (NARROW ? 16 : 2); mask <<= 1) {
+            total += __shfl_xor_sync(0xffffffffu, total, mask);
+        }
+        const int row = row_of(half);
+        if (row >= rows) {
+            continue;
+        }
+        if ((NARROW ? g : t) == 0) {
+            states[warp][row] = make_float2(top[half], total);
+        }
+        if constexpr (NARROW) {
+#pragma unroll
+            for (int i = 0; i < D / 16; ++i) {
+                out_shared[row * kOutStride + 16 * i + (F::kFp8 ? 2 * g : g)] = o[i][half];
+                out_shared[row * kOutStride + 16 * i + (F::kFp8 ? 2 * g + 1 : g + 8)] = o[i][2 + half];
             }
+        } else {
             F::store_columns(o, half, lane, [&](int column, float x, float y) {
                 *reinterpret_cast<float2 *>(out_shared + row * kOutStride + column) = make_float2(x, y);
             });
@@ -329,6 +367,30 @@ __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
     }
     if (!whole) {
         merge_if_last<E, D, WARPS * 32>(p, item, kv_head, group);
+    }
+}
+
+template <class E, class KV, int D, int WARPS, int STAGES>
+__device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ float2 states[WARPS][16];
+#ifdef TT_ITEMS_FIRST
+    const int index = blockIdx.x % p.max_work_items, kv_head = blockIdx.x / p.max_work_items;
+#else
+    const int index = blockIdx.x / p.num_kv_heads, kv_head = blockIdx.x % p.num_kv_heads;
+#endif
+    const TtWorkItem item = load_item(p.items + index);
+    const TtWorkHeader header = load_header(p.header);
+    if (header.tail_begin < header.tail_end) {
+        clear_tail<E, D>(p, header);
+    }
+    if (index >= header.num_items) {
+        return;
+    }
+    if (TT_DECODE_NARROW && item.row_end - item.row_begin <= 8) {
+        decode_item<E, KV, D, WARPS, STAGES, true>(p, item, kv_head, shared, states);
+    } else {
+        decode_item<E, KV, D, WARPS, STAGES, false>(p, item, kv_head, shared, states);
     }
 }
 

@@ -154,7 +154,10 @@ void bench_ladder() {
                                  "tt_ladder_6_w2_s3_x4", "tt_ladder_7_w8_s3_x1",  "tt_ladder_8_w1_s3_x8",
                                  "tt_ladder_9_w4_s3_p256", "tt_ladder_10_w4_s3_p0",
                                  "tt_ladder_11_w4_s3_ef", "tt_ladder_12_w4_s3_items",
-                                 "tt_ladder_13_w4_s2_x3_ef"};
+                                 "tt_ladder_13_w4_s2_x3_ef",
+                                 "tt_ladder_14_w4_s3_narrow",
+                                 "tt_ladder_15_w4_s2_x3_narrow",
+                                 "tt_ladder_16_w8_s3_x1_narrow"};
     struct Case {
         int batch, context, splits;
         bool nhd;

@@ -113,7 +113,7 @@ int main(int argc, char **argv) {
     }
     if (asked.count("ladder")) {
         for (const char *name : {"decode_ladder", "decode_prefetch_256", "decode_prefetch_none", "decode_evict_first",
-                                 "decode_items_first", "other_ladders", "scatter_default_store",
+                                 "decode_items_first", "decode_narrow", "other_ladders", "scatter_default_store",
                                  "scatter_cached_load", "scatter_cached_load_stream_store"}) {
             modules.load(std::string(argv[1]) + "/" + name + ".fatbin");
         }

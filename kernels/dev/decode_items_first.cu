@@ -1,0 +1,12 @@
+// The decode kernel with the items of one head as neighbours.
+#define TT_ITEMS_FIRST
+#define TT_DECODE_ONCE false
+#define TT_DECODE_NARROW false
+#include "decode.cuh"
+
+extern "C" __global__ void __launch_bounds__(128, 2) tt_ladder_12_w4_s3_items(const __grid_constant__ TtAttentionParams p) {
+    tt::decode_attention<__nv_bfloat16, __nv_bfloat16, 128, 4, 3>(p);
+}
+extern "C" {
+__device__ int tt_shared_bytes_tt_ladder_12_w4_s3_items = tt::kDecodeSharedBytes<__nv_bfloat16, 128, 4, 3>;
+}
