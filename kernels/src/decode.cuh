@@ -2,8 +2,8 @@
 //
 // A block is one item for one KV head. Its warps share nothing until the end: each walks its own runs of 16 keys (run w,
 // w + WARPS, ...) through a pipeline of STAGES shared-memory stages that it fills itself with cp.async, so that no barrier
-// stands in the loop. The packed rows are the 16 rows of an mma tile, or, up to 8, its columns. At the end the warps' results are merged in warp
-// order, and the item's partial is merged with the others of its tile by the block that comes last.
+// stands in the loop. The packed rows are the 16 rows of an mma tile, or, up to 8, its columns. At the end the warps'
+// results are merged in warp order, and the item's partial is merged with the others of its tile by the block that comes last.
 #pragma once
 
 #include "attention.cuh"
