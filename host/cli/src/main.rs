@@ -1,2 +1,42 @@
-//! Placeholder.
-fn main() {}
+//! The binary `timetable`. Thin: it reads the command line, runs one command, and turns an error into one line and an exit
+//! status.
+
+mod admin;
+mod cli;
+mod commands;
+mod exit;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use cli::{Cli, Command};
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    tracing_subscriber::fmt()
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_env("TIMETABLE_LOG")
+                .unwrap_or_else(|_| "warn".into()),
+        )
+        .with_writer(std::io::stderr)
+        .init();
+    let result = match cli.command {
+        Command::Generate(arguments) => commands::generate::run(arguments),
+        Command::Reload(arguments) => commands::control::reload(arguments),
+        Command::Rollback(arguments) => commands::control::rollback(arguments),
+        Command::Builders(arguments) => commands::control::builders(arguments),
+        Command::Build(arguments) => commands::build::run(arguments),
+        Command::Backends(arguments) => commands::backends::run(&arguments),
+        Command::ExplainGraphs(arguments) => commands::explain_graphs::run(&arguments),
+        Command::Components(arguments) => commands::components::run(arguments),
+        Command::Completions(arguments) => commands::completions(arguments.shell),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("timetable: {failure}");
+            failure.code()
+        }
+    }
+}

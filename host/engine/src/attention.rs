@@ -174,6 +174,24 @@ impl Attention {
             .collect()
     }
 
+    /// As [`Attention::reload_handles`], with the number of layers of each group.
+    pub(crate) fn group_handles(&self) -> Vec<(ReloadHandle, usize)> {
+        let layers_of = |group| {
+            self.layers
+                .iter()
+                .filter(|layer| layer.group == group)
+                .count()
+        };
+        self.groups
+            .iter()
+            .enumerate()
+            .filter_map(|(index, group)| match &group.builder {
+                StepBuilder::Sandboxed(builder) => Some((builder.handle(), layers_of(index))),
+                StepBuilder::Native { .. } => None,
+            })
+            .collect()
+    }
+
     /// What each group's builder says of itself, with the group's name.
     pub(crate) fn builders(&self) -> impl Iterator<Item = (&str, &BuilderInfo)> {
         self.groups.iter().map(|group| {
@@ -451,7 +469,7 @@ fn builder_config(
             num_heads: model.num_attention_heads as u32,
             scale: f64::from(model.attention_scale()),
             logits_soft_cap: None,
-            sliding_windows: vec![window.map_or(-1, |window| window as i32 - 1)],
+            sliding_windows: vec![window.map_or(-1, |window| window as i32)],
             model_dtype: types::Dtype::Float32,
             kv_cache_dtype: match dtype {
                 types::Dtype::Float32 => "auto".to_owned(),

@@ -135,6 +135,11 @@ impl Engine {
         self.attention.reload_handles()
     }
 
+    /// As [`Engine::reload_handles`], with the number of layers of each group.
+    pub fn group_handles(&self) -> Vec<(ReloadHandle, usize)> {
+        self.attention.group_handles()
+    }
+
     /// Each attention group's name and what its builder says of itself.
     pub fn builders(&self) -> impl Iterator<Item = (&str, &BuilderInfo)> {
         self.attention.builders()

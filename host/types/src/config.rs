@@ -167,7 +167,8 @@ record! {
         scale as "scale": f64,
         /// `logits_soft_cap`
         logits_soft_cap as "logits-soft-cap": Option<f64>,
-        /// One entry for each distinct window among the layers of the model that use this backend; −1 is "no window".
+        /// One entry for each distinct window among the layers of the model that use this backend: tokens, the current one
+        /// included, as in the spec; −1 is "no window".
         sliding_windows as "sliding-windows": Vec<i32>,
         /// `model_dtype`
         model_dtype as "model-dtype": Dtype,

@@ -347,11 +347,11 @@ pub(super) fn group_window(ctx: &VerifyContext<'_>) -> i32 {
     }
 }
 
-/// Is `left` the group's window, or one of the model's? The list of the model's may count the current token or not.
+/// Is `left` the group's window, or one of the model's? Configured windows count the current token, −1 is none.
 fn is_window_of_model(ctx: &VerifyContext<'_>, left: i32) -> bool {
     let windows = &ctx.config.attention.sliding_windows;
     left == group_window(ctx)
-        || windows.contains(&left)
+        || (left == -1 && windows.contains(&-1))
         || (left >= 0 && windows.contains(&left.saturating_add(1)))
 }
 

@@ -1,0 +1,161 @@
+//! What the socket of a running host controls: its groups' builders, and the record of what is active.
+
+use std::sync::{Mutex, PoisonError};
+
+use serde_json::{Value, json};
+use timetable_sandbox::{ReloadHandle, Sandbox, StateDir, VersionInfo};
+
+use super::Control;
+
+/// One attention group of the running engine.
+pub struct Group {
+    /// FLASH_ATTN, FLASHINFER, …
+    pub backend: String,
+    /// Its layers.
+    pub layers: usize,
+    /// Reloads and looks at its builder.
+    pub handle: ReloadHandle,
+}
+
+/// The builders of a running host.
+pub struct Host {
+    sandbox: Sandbox,
+    groups: Vec<Group>,
+    /// Also serialises changes: one reload or rollback at a time.
+    state: Mutex<Option<StateDir>>,
+}
+
+impl Host {
+    /// `state` keeps components, and what is active, across restarts.
+    pub fn new(sandbox: Sandbox, groups: Vec<Group>, state: Option<StateDir>) -> Self {
+        Host {
+            sandbox,
+            groups,
+            state: Mutex::new(state),
+        }
+    }
+
+    fn groups_of(&self, backend: &str) -> Result<Vec<&Group>, String> {
+        let groups: Vec<&Group> = self
+            .groups
+            .iter()
+            .filter(|group| group.backend == backend)
+            .collect();
+        if groups.is_empty() {
+            let mut known: Vec<&str> = self
+                .groups
+                .iter()
+                .map(|group| group.backend.as_str())
+                .collect();
+            known.dedup();
+            return Err(format!(
+                "backend `{backend}` serves no layer of this host; it runs {}",
+                known.join(", ")
+            ));
+        }
+        Ok(groups)
+    }
+
+    /// Applies `change` to every group of the backend, or to none.
+    fn change(
+        groups: &[&Group],
+        change: impl Fn(&ReloadHandle) -> Result<VersionInfo, String>,
+    ) -> Result<VersionInfo, String> {
+        let mut last = None;
+        for (index, group) in groups.iter().enumerate() {
+            match change(&group.handle) {
+                Ok(info) => last = Some(info),
+                Err(message) => {
+                    for changed in &groups[..index] {
+                        // The version before was kept ready; if even that fails, the group's own faults fall back per step.
+                        if let Err(error) = changed.handle.rollback() {
+                            tracing::error!(group = changed.handle.group(), %error, "a half-made change was not withdrawn");
+                        }
+                    }
+                    return Err(message);
+                }
+            }
+        }
+        last.ok_or_else(|| "there is no group".to_owned())
+    }
+}
+
+impl Control for Host {
+    fn reload(&self, backend: &str, origin: &str, component: &[u8]) -> Result<Value, String> {
+        let groups = self.groups_of(backend)?;
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let line = |error: &dyn std::fmt::Display| {
+            format!("{origin}: {error}; the builder in service stays")
+        };
+        let loaded = self.sandbox.load(component).map_err(|error| line(&error))?;
+        if let Some(family) = groups
+            .iter()
+            .map(|group| group.handle.family())
+            .find(|family| *family != loaded.family())
+        {
+            return Err(line(&format!(
+                "is a builder of `{}`, and {backend} needs one of `{}`",
+                loaded.family().interface(),
+                family.interface()
+            )));
+        }
+        // Kept before it serves, so that what is active can always be read back.
+        let kept = state
+            .as_ref()
+            .map(|state| state.keep(component))
+            .transpose()
+            .map_err(|error| line(&error))?;
+        let info = Self::change(&groups, |handle| {
+            handle
+                .reload_component(&loaded, origin)
+                .map_err(|error| line(&error))
+        })?;
+        if let (Some(state), Some(hash)) = (state.as_mut(), kept) {
+            state
+                .activate_kept(info.family, hash, origin)
+                .map_err(|error| {
+                    format!("{origin} serves, but will not after a restart: {error}")
+                })?;
+        }
+        value(&info)
+    }
+
+    fn rollback(&self, backend: &str) -> Result<Value, String> {
+        let groups = self.groups_of(backend)?;
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let info = Self::change(&groups, |handle| {
+            handle.rollback().map_err(|error| error.to_string())
+        })?;
+        if let Some(state) = state.as_mut() {
+            let recorded = if state.component(info.component).is_ok() {
+                state.activate_kept(info.family, info.component, &info.origin)
+            } else {
+                // An embedded component, or one given on the command line: nothing to keep.
+                state.deactivate(info.family)
+            };
+            recorded.map_err(|error| {
+                format!("{backend} was rolled back, but will not be after a restart: {error}")
+            })?;
+        }
+        value(&info)
+    }
+
+    fn builders(&self) -> Result<Value, String> {
+        let builders = self
+            .groups
+            .iter()
+            .map(|group| {
+                let mut status = value(&group.handle.status())?;
+                status["backend"] = json!(group.backend);
+                status["layers"] = json!(group.layers);
+                Ok(status)
+            })
+            .collect::<Result<Vec<Value>, String>>()?;
+        Ok(json!({ "builders": builders }))
+    }
+}
+
+fn value(data: &impl serde::Serialize) -> Result<Value, String> {
+    serde_json::to_value(data)
+        .map_err(|error| format!("the answer could not be written as JSON ({error})"))
+}

@@ -1,0 +1,173 @@
+//! The builders' table as Prometheus text: `curl --unix-socket PATH http://timetable/metrics`.
+//!
+//! Written from the same data as `timetable builders --json`, so that the two cannot disagree.
+
+use std::fmt::Write;
+
+use serde_json::Value;
+
+/// One metric: name, type, help, and its samples of one group (labels and value).
+struct Metric {
+    name: &'static str,
+    kind: &'static str,
+    help: &'static str,
+    samples: fn(&Value, &mut Vec<(String, f64)>),
+}
+
+const METRICS: [Metric; 8] = [
+    Metric {
+        name: "timetable_attention_backend_info",
+        kind: "gauge",
+        help: "Layers that each attention backend serves.",
+        samples: |group, out| out.push((String::new(), number(&group["layers"]))),
+    },
+    Metric {
+        name: "timetable_builder_info",
+        kind: "gauge",
+        help: "The version that serves a group, and its state.",
+        samples: |group, out| {
+            let text = |value: &Value| escape(value.as_str().unwrap_or(""));
+            out.push((
+                format!(
+                    ",version=\"{}\",name=\"{}\",state=\"{}\"",
+                    text(&group["active"]["version"]),
+                    text(&group["active"]["name"]),
+                    text(&group["state"])
+                ),
+                1.0,
+            ));
+        },
+    },
+    Metric {
+        name: "timetable_builder_steps_total",
+        kind: "counter",
+        help: "Steps that the version in service built.",
+        samples: |group, out| out.push((String::new(), number(&group["steps"]))),
+    },
+    Metric {
+        name: "timetable_builder_plain_steps_total",
+        kind: "counter",
+        help: "Steps that the plain builder built.",
+        samples: |group, out| out.push((String::new(), number(&group["plain_steps"]))),
+    },
+    Metric {
+        name: "timetable_builder_build_seconds",
+        kind: "summary",
+        help: "Time of a build, verification not included.",
+        samples: |group, out| {
+            for (quantile, key) in [("0.5", "build_p50_ns"), ("0.99", "build_p99_ns")] {
+                if let Some(ns) = group[key].as_f64() {
+                    out.push((format!(",quantile=\"{quantile}\""), ns / 1e9));
+                }
+            }
+        },
+    },
+    Metric {
+        name: "timetable_builder_splits_max",
+        kind: "gauge",
+        help: "The largest split count that the version in service chose.",
+        samples: |group, out| out.push((String::new(), number(&group["splits"]["max"]))),
+    },
+    Metric {
+        name: "timetable_builder_work_items_max",
+        kind: "gauge",
+        help: "The most work items of a step that the version in service chose.",
+        samples: |group, out| out.push((String::new(), number(&group["work_items"]["max"]))),
+    },
+    Metric {
+        name: "timetable_builder_faults_total",
+        kind: "counter",
+        help: "Faults of the version in service, by kind.",
+        samples: |group, out| {
+            for (kind, count) in group["faults"].as_object().into_iter().flatten() {
+                out.push((format!(",kind=\"{}\"", escape(kind)), number(count)));
+            }
+        },
+    },
+];
+
+/// All metrics of the table that `Control::builders` returns.
+pub fn render(table: &Value) -> String {
+    let groups = table["builders"].as_array().map_or(&[][..], Vec::as_slice);
+    let mut text = String::new();
+    let mut samples = Vec::new();
+    for metric in &METRICS {
+        let Metric {
+            name, kind, help, ..
+        } = metric;
+        // Writing to a string does not fail.
+        let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
+        for group in groups {
+            (metric.samples)(group, &mut samples);
+            let backend = escape(group["backend"].as_str().unwrap_or(""));
+            let name_of_group = escape(group["group"].as_str().unwrap_or(""));
+            for (labels, value) in samples.drain(..) {
+                let _ = writeln!(
+                    text,
+                    "{name}{{backend=\"{backend}\",group=\"{name_of_group}\"{labels}}} {value}"
+                );
+            }
+        }
+    }
+    if let (Some(configured), Some(survived)) = (
+        table["cudagraph_mode"]["configured"].as_str(),
+        table["cudagraph_mode"]["survived"].as_str(),
+    ) {
+        let _ = writeln!(
+            text,
+            "# HELP timetable_cudagraph_mode_info The configured CUDA graph mode and the one that survived start-up.\n\
+             # TYPE timetable_cudagraph_mode_info gauge\n\
+             timetable_cudagraph_mode_info{{configured=\"{}\",survived=\"{}\"}} 1",
+            escape(configured),
+            escape(survived)
+        );
+    }
+    text
+}
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or(0.0)
+}
+
+/// A label's value, as the text format asks.
+fn escape(text: &str) -> String {
+    text.replace('\\', "\\\\")
+        .replace('"', "\\\"")
+        .replace('\n', "\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::render;
+    use serde_json::json;
+
+    #[test]
+    fn the_table_becomes_prometheus_text() {
+        let text = render(&json!({
+            "builders": [{
+                "backend": "FLASH_ATTN", "group": "full \"0\"", "layers": 30, "state": "active", "steps": 12,
+                "plain_steps": 1, "active": { "version": "ab", "name": "flash-attn" },
+                "build_p50_ns": 1500, "build_p99_ns": null,
+                "splits": { "max": 4 }, "work_items": { "max": 9 }, "faults": { "trap": 2 },
+            }],
+            "cudagraph_mode": { "configured": "FULL_AND_PIECEWISE", "survived": "NONE" },
+        }));
+        for line in [
+            "# TYPE timetable_builder_steps_total counter",
+            "timetable_attention_backend_info{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\"} 30",
+            "timetable_builder_steps_total{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\"} 12",
+            "timetable_builder_build_seconds{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",quantile=\"0.5\"} 0.0000015",
+            "timetable_builder_faults_total{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",kind=\"trap\"} 2",
+            "timetable_cudagraph_mode_info{configured=\"FULL_AND_PIECEWISE\",survived=\"NONE\"} 1",
+        ] {
+            assert!(
+                text.lines().any(|found| found == line),
+                "{line} is missing in\n{text}"
+            );
+        }
+        assert!(
+            !text.contains("quantile=\"0.99\""),
+            "a figure that is not there is not shown"
+        );
+    }
+}

@@ -1,0 +1,56 @@
+//! The admin socket: how `reload`, `rollback` and `builders` reach a running host.
+//!
+//! A unix stream socket, mode 0600, in a directory of the user's own. One request a connection: a line of JSON, followed by
+//! as many bytes as it announces; the answer is a line of JSON. `GET /metrics` is answered too, as HTTP, for scrapers. The server runs on a thread of its own and never touches
+//! the step loop: it hands work to the reload handles, which publish for the next step boundary.
+
+mod client;
+mod host;
+mod metrics;
+mod path;
+mod server;
+
+pub use client::call;
+pub use host::{Group, Host};
+pub use path::{default_path, prepare};
+pub use server::{Control, Server};
+
+use serde::{Deserialize, Serialize};
+
+/// The largest component that a reload may bring, in bytes.
+pub const COMPONENT_BYTES_MAX: u64 = 64 << 20;
+
+/// The longest line of JSON either side accepts, in bytes.
+const LINE_BYTES_MAX: u64 = 4 << 20;
+
+/// What a client asks.
+#[derive(Debug, Serialize, Deserialize, PartialEq)]
+#[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Request {
+    /// Replace the builder of a backend by the component that follows the line.
+    Reload {
+        /// FLASH_ATTN, FLASHINFER, …
+        backend: String,
+        /// Where the component came from, for people.
+        origin: String,
+        /// Bytes that follow.
+        component_bytes: u64,
+    },
+    /// Return to the previous version.
+    Rollback {
+        /// FLASH_ATTN, FLASHINFER, …
+        backend: String,
+    },
+    /// The table of builders.
+    Builders,
+}
+
+/// What the host answers.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Response {
+    /// It was done; what came of it.
+    Ok(serde_json::Value),
+    /// It was not done; why, in one line. What ran before still runs.
+    Error(String),
+}

@@ -1,0 +1,287 @@
+//! The answering side: a thread that accepts one connection after the other.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::{COMPONENT_BYTES_MAX, LINE_BYTES_MAX, Request, Response, metrics, prepare};
+use crate::exit::{Exit, Failure};
+
+/// How long a client may take to send its request. A slow client delays other clients, never a step.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What the socket controls. Each answer is data for `--json` and for the tables; each error is one line.
+pub trait Control: Send + 'static {
+    /// Replaces the builder of `backend`. Returns when the new one is published for the next step boundary.
+    fn reload(
+        &self,
+        backend: &str,
+        origin: &str,
+        component: &[u8],
+    ) -> Result<serde_json::Value, String>;
+    /// Returns to the previous version.
+    fn rollback(&self, backend: &str) -> Result<serde_json::Value, String>;
+    /// The table of builders.
+    fn builders(&self) -> Result<serde_json::Value, String>;
+}
+
+impl<C: Control + Sync> Control for Arc<C> {
+    fn reload(
+        &self,
+        backend: &str,
+        origin: &str,
+        component: &[u8],
+    ) -> Result<serde_json::Value, String> {
+        (**self).reload(backend, origin, component)
+    }
+    fn rollback(&self, backend: &str) -> Result<serde_json::Value, String> {
+        (**self).rollback(backend)
+    }
+    fn builders(&self) -> Result<serde_json::Value, String> {
+        (**self).builders()
+    }
+}
+
+/// The bound socket and its thread. Dropping it stops the thread and removes the socket.
+pub struct Server {
+    path: PathBuf,
+    stopping: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Binds `path`, mode 0600, and starts to answer.
+    ///
+    /// # Errors
+    /// See [`prepare`]; or the path cannot be bound.
+    pub fn start(path: &Path, control: impl Control) -> Result<Self, Failure> {
+        prepare(path)?;
+        let unbound = |error: std::io::Error| {
+            Failure::new(
+                Exit::BadInput,
+                format!(
+                    "admin socket {}: cannot be opened ({error}); choose another path with --admin PATH (--admin none opens none)",
+                    path.display()
+                ),
+            )
+        };
+        // The directory is private or sticky, so nobody else gets in between these two lines.
+        let listener = UnixListener::bind(path).map_err(unbound)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(unbound)?;
+        let stopping = Arc::new(AtomicBool::new(false));
+        let thread = std::thread::Builder::new()
+            .name("admin".to_owned())
+            .spawn({
+                let stopping = Arc::clone(&stopping);
+                move || serve(&listener, &control, &stopping)
+            })
+            .map_err(unbound)?;
+        Ok(Server {
+            path: path.to_path_buf(),
+            stopping,
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stopping.store(true, Ordering::Release);
+        // Wakes the accepting thread; if that fails, the thread ends with the process.
+        let woken = UnixStream::connect(&self.path).is_ok();
+        if let (true, Some(thread)) = (woken, self.thread.take()) {
+            drop(thread.join());
+        }
+        drop(fs::remove_file(&self.path));
+    }
+}
+
+fn serve(listener: &UnixListener, control: &impl Control, stopping: &AtomicBool) {
+    for connection in listener.incoming() {
+        if stopping.load(Ordering::Acquire) {
+            return;
+        }
+        match connection {
+            Ok(stream) => {
+                if let Err(error) = answer(&stream, control) {
+                    tracing::debug!(%error, "admin client went away");
+                }
+            }
+            Err(error) => {
+                tracing::warn!(%error, "admin socket: a connection was not accepted");
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        }
+    }
+}
+
+fn answer(mut stream: &UnixStream, control: &impl Control) -> std::io::Result<()> {
+    stream.set_read_timeout(Some(CLIENT_TIMEOUT))?;
+    stream.set_write_timeout(Some(CLIENT_TIMEOUT))?;
+    let mut reader = BufReader::new(stream);
+    let mut line = String::new();
+    reader.by_ref().take(LINE_BYTES_MAX).read_line(&mut line)?;
+    if line.starts_with("GET ") {
+        return scrape(stream, &line, control);
+    }
+    let response = match handle(&line, reader, control) {
+        Ok(value) => Response::Ok(value),
+        Err(message) => Response::Error(message),
+    };
+    let mut line = serde_json::to_vec(&response)?;
+    line.push(b'\n');
+    stream.write_all(&line)
+}
+
+/// Answers a scraper, in as much HTTP as that takes.
+fn scrape(mut stream: &UnixStream, request: &str, control: &impl Control) -> std::io::Result<()> {
+    let (status, body) = match (request.split_whitespace().nth(1), control.builders()) {
+        (Some("/metrics"), Ok(table)) => ("200 OK", metrics::render(&table)),
+        (Some("/metrics"), Err(message)) => ("500 Internal Server Error", message),
+        _ => ("404 Not Found", "only /metrics is here\n".to_owned()),
+    };
+    write!(
+        stream,
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+        body.len()
+    )
+}
+
+fn handle(
+    line: &str,
+    reader: impl Read,
+    control: &impl Control,
+) -> Result<serde_json::Value, String> {
+    match serde_json::from_str(line)
+        .map_err(|error| format!("the request is not understood ({error})"))?
+    {
+        Request::Reload {
+            backend,
+            origin,
+            component_bytes,
+        } => {
+            if component_bytes > COMPONENT_BYTES_MAX {
+                return Err(format!(
+                    "{origin}: {component_bytes} bytes are more than a component may have ({COMPONENT_BYTES_MAX})"
+                ));
+            }
+            let mut component = Vec::new();
+            reader
+                .take(component_bytes)
+                .read_to_end(&mut component)
+                .map_err(|error| format!("{origin}: the component could not be read ({error})"))?;
+            if component.len() as u64 != component_bytes {
+                return Err(format!(
+                    "{origin}: {} of {component_bytes} bytes arrived; nothing was changed",
+                    component.len()
+                ));
+            }
+            control.reload(&backend, &origin, &component)
+        }
+        Request::Rollback { backend } => control.rollback(&backend),
+        Request::Builders => control.builders(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::admin::call;
+    use serde_json::json;
+    use std::os::unix::fs::MetadataExt;
+
+    struct Echo;
+    impl Control for Echo {
+        fn reload(
+            &self,
+            backend: &str,
+            origin: &str,
+            component: &[u8],
+        ) -> Result<serde_json::Value, String> {
+            Ok(json!({ "backend": backend, "origin": origin, "bytes": component.len() }))
+        }
+        fn rollback(&self, backend: &str) -> Result<serde_json::Value, String> {
+            Err(format!(
+                "{backend}: there is no previous version to return to"
+            ))
+        }
+        fn builders(&self) -> Result<serde_json::Value, String> {
+            Ok(json!({ "builders": [] }))
+        }
+    }
+
+    #[test]
+    fn requests_are_answered_and_the_socket_is_private_and_goes_with_its_server() {
+        let scratch = tempfile::tempdir().unwrap();
+        let path = scratch.path().join("admin.sock");
+        let server = Server::start(&path, Echo).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+
+        let component = vec![7; 300_000];
+        let reload = Request::Reload {
+            backend: "FLASH_ATTN".to_owned(),
+            origin: "x.wasm".to_owned(),
+            component_bytes: component.len() as u64,
+        };
+        let answer = call(&path, &reload, &component).unwrap();
+        assert_eq!(
+            answer,
+            json!({ "backend": "FLASH_ATTN", "origin": "x.wasm", "bytes": 300_000 })
+        );
+
+        let error = call(
+            &path,
+            &Request::Rollback {
+                backend: "FLASHINFER".to_owned(),
+            },
+            &[],
+        )
+        .unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "FLASHINFER: there is no previous version to return to"
+        );
+
+        drop(server);
+        assert!(!path.exists());
+        let error = call(&path, &Request::Builders, &[])
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("no running host"), "{error}");
+    }
+
+    #[test]
+    fn a_request_that_is_no_request_or_too_large_gets_one_line() {
+        let scratch = tempfile::tempdir().unwrap();
+        let path = scratch.path().join("admin.sock");
+        let _server = Server::start(&path, Echo).unwrap();
+        for (request, expected) in [
+            (
+                "GET / HTTP/1.1\n".to_owned(),
+                "the request is not understood",
+            ),
+            ("\n".to_owned(), "the request is not understood"),
+            (
+                format!(
+                    "{}\n",
+                    json!({"op": "reload", "backend": "A", "origin": "b", "component_bytes": 1u64 << 40})
+                ),
+                "are more than a component may have",
+            ),
+        ] {
+            let mut stream = UnixStream::connect(&path).unwrap();
+            stream.write_all(request.as_bytes()).unwrap();
+            let mut answer = String::new();
+            BufReader::new(stream).read_line(&mut answer).unwrap();
+            assert!(answer.contains(expected), "{answer}");
+        }
+        // Still answers.
+        assert!(call(&path, &Request::Builders, &[]).is_ok());
+    }
+}

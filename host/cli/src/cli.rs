@@ -1,0 +1,490 @@
+//! The command line: names and flags as the field has them, each with its help beside it.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  done
+  1  something failed while it ran
+  2  the command line was not understood
+  3  a batch was refused, by the verifier or by the builder itself
+  4  an input is not usable: a model, a component, a step description, a directory
+  5  no running host answers at the admin socket, or another one holds it";
+
+/// LLM attention with sandboxed, hot-swappable metadata builders.
+#[derive(Debug, Parser)]
+#[command(name = "timetable", version, after_help = EXIT_CODES, max_term_width = 110)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+#[allow(clippy::large_enum_variant, reason = "parsed once")]
+pub enum Command {
+    /// Answer prompts with a model; every step's attention metadata is made by a component
+    #[command(after_help = "\
+Examples:
+  timetable generate --model SmolLM2-135M-Instruct.Q4_1.gguf --chat --prompt 'Why do trains need a timetable?'
+  timetable generate --model ./my-llama --prompt 'Once' --prompt 'Twice' --max-tokens 64 --json
+  timetable generate --model m.gguf --prompt Hi --attention-backend FLASHINFER --builder FLASHINFER=mine.wasm")]
+    Generate(Generate),
+
+    /// Replace the builder of a backend in the running host; requests go on
+    #[command(after_help = "\
+Examples:
+  timetable reload FLASH_ATTN target/guests/flash-attn-fixed-split.wasm
+  timetable rollback FLASH_ATTN")]
+    Reload(Reload),
+
+    /// Return to the version before the last reload
+    Rollback(Rollback),
+
+    /// Show the running host's builders: version, state, steps, build times, choices, faults
+    Builders(Builders),
+
+    /// Build one step's metadata outside the engine, verified and with its tensors resolved
+    #[command(after_help = "\
+The input is CommonAttentionMetadata's fields in snake case (lists of integers; `block_table` a list of rows), plus
+`kv_cache_spec` and `config`. `--input -` reads standard input.
+
+Examples:
+  timetable build --builder mine.wasm --input step.json
+  timetable build --backend FLASHINFER --input step.json --json | jq .metadata.decode")]
+    Build(Build),
+
+    /// Show each attention backend's answer to a configuration, which one is chosen, and why each other is not
+    #[command(after_help = "\
+Examples:
+  timetable backends --capability 9.0 --head-size 128 --dtype bfloat16
+  timetable backends --capability 10.0 --head-size 576 --mla --kv-cache-dtype fp8 --block-size 64 --json
+  timetable backends --head-size 64 --dtype float32                       # this program's CPU device")]
+    Backends(Backends),
+
+    /// Show what becomes of a configured CUDA graph mode: each change, its reason, and what survives
+    #[command(after_help = "\
+Examples:
+  timetable explain-graphs --mode FULL_AND_PIECEWISE --backend FLASHINFER --num-speculative-tokens 3
+  timetable explain-graphs --mode FULL --backend FLASH_ATTN=UNIFORM_BATCH --backend TRITON_ATTN --no-splitting-ops")]
+    ExplainGraphs(ExplainGraphs),
+
+    /// List the components in this binary, or write them to a directory
+    Components(Components),
+
+    /// Print a completion script for a shell
+    Completions(Completions),
+}
+
+/// Weights in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WeightsArg {
+    /// As in the file: quantised blocks stay quantised
+    Auto,
+    /// Everything in 32-bit floats
+    F32,
+}
+
+/// Element type of the KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KvCacheDtypeArg {
+    /// float32
+    Auto,
+    /// 32-bit floats
+    Float32,
+    /// bfloat16
+    Bfloat16,
+}
+
+#[derive(Debug, Args)]
+pub struct Generate {
+    /// A GGUF file, or a Hugging Face directory (config.json, *.safetensors, tokenizer.json)
+    #[arg(short, long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    pub model: PathBuf,
+
+    /// A prompt; give it several times to run several as one batch
+    #[arg(short, long, value_name = "TEXT", required = true)]
+    pub prompt: Vec<String>,
+
+    /// Apply the model's chat template, each prompt as one user message
+    #[arg(long)]
+    pub chat: bool,
+
+    /// Tokens to generate for each prompt, at most
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 128)]
+    pub max_tokens: usize,
+
+    /// 0 is greedy
+    #[arg(short, long, value_name = "T", default_value_t = 0.0)]
+    pub temperature: f32,
+
+    /// Sample among the K most likely tokens; 0: all
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    pub top_k: usize,
+
+    /// Sample among the most likely tokens that together have probability P
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    pub top_p: f32,
+
+    /// Seed of sampling, the same for every prompt: the same seed gives the same tokens, whatever the batch [default: random]
+    #[arg(long, value_name = "S")]
+    pub seed: Option<u64>,
+
+    /// Stop at this text; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+
+    /// Go on after the end-of-sequence token, up to --max-tokens
+    #[arg(long)]
+    pub ignore_eos: bool,
+
+    /// Weights in memory
+    #[arg(long, value_enum, default_value_t = WeightsArg::Auto)]
+    pub weights: WeightsArg,
+
+    /// Print one JSON object at the end instead of streaming text
+    #[arg(long)]
+    pub json: bool,
+
+    #[command(flatten, next_help_heading = "Attention")]
+    pub attention: AttentionArgs,
+
+    #[command(flatten, next_help_heading = "Scheduling and memory")]
+    pub scheduling: SchedulingArgs,
+
+    #[command(flatten, next_help_heading = "Host")]
+    pub host: HostArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct AttentionArgs {
+    /// The attention backend of every layer; an explicit choice never falls back
+    #[arg(long, value_name = "NAME", default_value = "FLASH_ATTN")]
+    pub attention_backend: String,
+
+    /// A component for a backend instead of the embedded one, as BACKEND=PATH
+    #[arg(long, value_name = "BACKEND=PATH", value_parser = key_value)]
+    pub builder: Vec<(String, String)>,
+
+    /// An option of the builder's own, as KEY=VALUE; part of its version
+    #[arg(long, value_name = "KEY=VALUE", value_parser = key_value)]
+    pub builder_option: Vec<(String, String)>,
+
+    /// Element type of the KV cache
+    #[arg(long, value_enum, default_value_t = KvCacheDtypeArg::Auto)]
+    pub kv_cache_dtype: KvCacheDtypeArg,
+}
+
+#[derive(Debug, Args)]
+pub struct SchedulingArgs {
+    /// Tokens of one KV cache block
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub block_size: usize,
+
+    /// Requests that run at the same time, at most
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub max_num_seqs: usize,
+
+    /// Tokens of one step, at most; a longer prompt is prefilled in chunks
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    pub max_num_batched_tokens: usize,
+
+    /// Longest prompt with its answer, in tokens; default: what the model was trained for
+    #[arg(long, value_name = "N")]
+    pub max_model_len: Option<usize>,
+
+    /// Number of KV cache blocks, instead of what fits the memory fraction
+    #[arg(long, value_name = "N")]
+    pub num_gpu_blocks_override: Option<usize>,
+
+    /// Share of the machine's memory that model and KV cache may take together, found by a profile run
+    #[arg(long, value_name = "F", default_value_t = 0.4)]
+    pub memory_fraction: f64,
+
+    /// Do not reuse the blocks of equal prefixes
+    #[arg(long)]
+    pub no_enable_prefix_caching: bool,
+
+    /// Worker threads; default: one per core
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+}
+
+#[derive(Debug, Args)]
+pub struct HostArgs {
+    /// The admin socket, mode 0600; `none` opens none [default: under the runtime directory]
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    pub admin: Option<PathBuf>,
+
+    /// Keep components by content, and which are active, in this directory; what is active survives a restart
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub state_dir: Option<PathBuf>,
+
+    /// Keep compiled components in this directory, mode 0700
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub cache_dir: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub struct Reload {
+    /// FLASH_ATTN, FLASHINFER
+    pub backend: String,
+
+    /// The component
+    #[arg(value_name = "PATH", value_hint = ValueHint::FilePath)]
+    pub path: PathBuf,
+
+    #[command(flatten)]
+    pub admin: AdminArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct Rollback {
+    /// FLASH_ATTN, FLASHINFER
+    pub backend: String,
+
+    #[command(flatten)]
+    pub admin: AdminArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct Builders {
+    #[command(flatten)]
+    pub admin: AdminArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct AdminArgs {
+    /// The running host's admin socket [default: under the runtime directory]
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    pub admin: Option<PathBuf>,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Build {
+    /// The component; default: the embedded one of --backend
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath, conflicts_with = "backend")]
+    pub builder: Option<PathBuf>,
+
+    /// The backend whose embedded component builds
+    #[arg(long, value_name = "NAME", default_value = "FLASH_ATTN")]
+    pub backend: String,
+
+    /// The step, as JSON; `-` is standard input
+    #[arg(short, long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    pub input: PathBuf,
+
+    /// Print the metadata as one line of JSON instead of indented
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+#[allow(
+    clippy::struct_excessive_bools,
+    reason = "each is a question that the field asks by itself"
+)]
+pub struct Backends {
+    /// CUDA compute capability, as 9.0; without it, the CPU device answers
+    #[arg(long, value_name = "X.Y")]
+    pub capability: Option<String>,
+
+    /// Elements of a key
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    pub head_size: u32,
+
+    /// Query heads per rank
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    pub num_heads: u32,
+
+    /// The model's dtype
+    #[arg(long, value_name = "DTYPE", default_value = "bfloat16")]
+    pub dtype: String,
+
+    /// The cache dtype: auto, float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2, nvfp4, …
+    #[arg(long, value_name = "DTYPE", default_value = "auto")]
+    pub kv_cache_dtype: String,
+
+    /// The block size that the user asked for, in tokens
+    #[arg(long, value_name = "N")]
+    pub block_size: Option<u32>,
+
+    /// An explicit choice: it never falls back
+    #[arg(long, value_name = "NAME")]
+    pub attention_backend: Option<String>,
+
+    /// decoder, encoder, encoder_only, encoder_decoder
+    #[arg(long, value_name = "TYPE", default_value = "decoder")]
+    pub attn_type: String,
+
+    /// Multi-head latent attention
+    #[arg(long)]
+    pub mla: bool,
+
+    /// Sparse attention
+    #[arg(long)]
+    pub sparse: bool,
+
+    /// Attention sinks
+    #[arg(long)]
+    pub sinks: bool,
+
+    /// Bidirectional attention within multimodal prefixes
+    #[arg(long)]
+    pub mm_prefix: bool,
+
+    /// A sliding window
+    #[arg(long)]
+    pub sliding_window: bool,
+
+    /// Queries see later keys
+    #[arg(long)]
+    pub non_causal: bool,
+
+    /// Results must not depend on the batch
+    #[arg(long)]
+    pub batch_invariant: bool,
+
+    /// Quantisation scales per head
+    #[arg(long)]
+    pub per_head_quant_scales: bool,
+
+    /// A KV connector moves blocks
+    #[arg(long)]
+    pub kv_connector: bool,
+
+    /// Prefill context parallelism
+    #[arg(long)]
+    pub pcp: bool,
+
+    /// Decode context parallelism
+    #[arg(long)]
+    pub dcp: bool,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+#[allow(
+    clippy::struct_excessive_bools,
+    reason = "each is a fact of the configuration by itself"
+)]
+pub struct ExplainGraphs {
+    /// NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE
+    #[arg(long, value_name = "MODE", default_value = "FULL_AND_PIECEWISE")]
+    pub mode: String,
+
+    /// A backend that serves some layers; its builder says what it supports, or NAME=SUPPORT does (NEVER,
+    /// UNIFORM_SINGLE_TOKEN_DECODE, UNIFORM_BATCH, ALWAYS)
+    #[arg(long, value_name = "NAME[=SUPPORT]", default_value = "FLASH_ATTN")]
+    pub backend: Vec<String>,
+
+    /// CUDA compute capability
+    #[arg(long, value_name = "X.Y", default_value = "9.0")]
+    pub capability: String,
+
+    /// Draft tokens of a decode
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub num_speculative_tokens: u32,
+
+    /// Requests that run at the same time, at most
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub max_num_seqs: u32,
+
+    /// Tokens of one step, at most
+    #[arg(long, value_name = "N", default_value_t = 8192)]
+    pub max_num_batched_tokens: u32,
+
+    /// Token counts to capture, instead of the field's default list
+    #[arg(long, value_name = "N,N,…", value_delimiter = ',')]
+    pub cudagraph_capture_sizes: Vec<u32>,
+
+    /// Which generation of the field's model runner
+    #[arg(long, value_name = "1|2", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2))]
+    pub runner: u8,
+
+    /// The model is not cut at attention
+    #[arg(long)]
+    pub no_splitting_ops: bool,
+
+    /// The model is not compiled
+    #[arg(long)]
+    pub no_compile: bool,
+
+    /// enforce_eager
+    #[arg(long)]
+    pub enforce_eager: bool,
+
+    /// A pooling model
+    #[arg(long)]
+    pub pooling: bool,
+
+    /// An encoder-decoder model
+    #[arg(long)]
+    pub encoder_decoder: bool,
+
+    /// A KV connector that works between layers
+    #[arg(long)]
+    pub kv_connector_piecewise: bool,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Components {
+    /// Write each as NAME.wasm
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub export: Option<PathBuf>,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Completions {
+    /// The shell
+    #[arg(value_enum)]
+    pub shell: clap_complete::Shell,
+}
+
+/// KEY=VALUE.
+fn key_value(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() && !value.is_empty() => {
+            Ok((key.to_owned(), value.to_owned()))
+        }
+        _ => Err(format!("`{text}` is not of the form KEY=VALUE")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_builder_is_named_with_its_backend() {
+        assert_eq!(
+            key_value("FLASH_ATTN=a=b.wasm").unwrap(),
+            ("FLASH_ATTN".to_owned(), "a=b.wasm".to_owned())
+        );
+        for bad in ["FLASH_ATTN", "=x", "FLASH_ATTN="] {
+            assert!(key_value(bad).unwrap_err().contains("KEY=VALUE"), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! `reload`, `rollback`, `builders`: asks the running host.
+
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+use super::table::table;
+use super::{print, print_json};
+use crate::admin::{self, COMPONENT_BYTES_MAX, Request};
+use crate::cli::{AdminArgs, Builders, Reload, Rollback};
+use crate::exit::{Exit, Failure};
+
+/// Sends a component to the running host.
+pub fn reload(arguments: Reload) -> Result<(), Failure> {
+    let path = arguments.path.display();
+    let unreadable = |what: String| {
+        Failure::new(
+            Exit::BadInput,
+            format!("component {path}: {what}; give the path of a component (.wasm)"),
+        )
+    };
+    let size = std::fs::metadata(&arguments.path)
+        .map_err(|error| unreadable(format!("cannot be read ({error})")))?
+        .len();
+    if size > COMPONENT_BYTES_MAX {
+        return Err(unreadable(format!(
+            "{size} bytes are more than a component may have ({COMPONENT_BYTES_MAX})"
+        )));
+    }
+    let component = std::fs::read(&arguments.path)
+        .map_err(|error| unreadable(format!("cannot be read ({error})")))?;
+    let request = Request::Reload {
+        backend: arguments.backend.clone(),
+        origin: path.to_string(),
+        component_bytes: component.len() as u64,
+    };
+    let answer = admin::call(&socket(&arguments.admin), &request, &component)?;
+    changed(&arguments.backend, &arguments.admin, &answer)
+}
+
+/// Returns to the version before.
+pub fn rollback(arguments: Rollback) -> Result<(), Failure> {
+    let request = Request::Rollback {
+        backend: arguments.backend.clone(),
+    };
+    let answer = admin::call(&socket(&arguments.admin), &request, &[])?;
+    changed(&arguments.backend, &arguments.admin, &answer)
+}
+
+/// Shows the table of builders.
+pub fn builders(arguments: Builders) -> Result<(), Failure> {
+    let answer = admin::call(&socket(&arguments.admin), &Request::Builders, &[])?;
+    if arguments.admin.json {
+        return print_json(&answer);
+    }
+    print(render(&answer).as_bytes())
+}
+
+fn socket(arguments: &AdminArgs) -> PathBuf {
+    arguments.admin.clone().unwrap_or_else(admin::default_path)
+}
+
+fn changed(backend: &str, arguments: &AdminArgs, answer: &Value) -> Result<(), Failure> {
+    if arguments.json {
+        return print_json(answer);
+    }
+    let text = |key: &str| answer[key].as_str().unwrap_or("?").to_owned();
+    print(
+        format!(
+            "{backend}: {} ({}) takes over at the next step, from {}\n",
+            short(&text("version")),
+            text("name"),
+            text("origin")
+        )
+        .as_bytes(),
+    )
+}
+
+/// The table for people, and below it the last faults.
+fn render(answer: &Value) -> String {
+    let empty = Vec::new();
+    let builders = answer["builders"].as_array().unwrap_or(&empty);
+    let rows: Vec<Vec<String>> = builders.iter().map(row).collect();
+    let mut text = table(
+        &[
+            "BACKEND",
+            "LAYERS",
+            "VERSION",
+            "NAME",
+            "STATE",
+            "STEPS",
+            "PLAIN",
+            "BUILD p50",
+            "p99",
+            "SPLITS mean",
+            "max",
+            "ITEMS mean",
+            "max",
+            "FAULTS",
+            "PREVIOUS",
+        ],
+        &rows,
+    );
+    for builder in builders {
+        for fault in builder["fault_records"].as_array().unwrap_or(&empty) {
+            text.push_str(&format!(
+                "{}: {} × {} in {}: {}\n",
+                builder["backend"].as_str().unwrap_or("?"),
+                fault["count"],
+                fault["kind"].as_str().unwrap_or("?"),
+                short(fault["version"].as_str().unwrap_or("?")),
+                fault["message"].as_str().unwrap_or("?"),
+            ));
+        }
+    }
+    text
+}
+
+fn row(builder: &Value) -> Vec<String> {
+    let count = |value: &Value| {
+        value
+            .as_u64()
+            .map_or_else(String::new, |count| count.to_string())
+    };
+    let time = |value: &Value| {
+        value
+            .as_u64()
+            .map_or_else(String::new, |ns| format!("{:.1} µs", ns as f64 / 1e3))
+    };
+    let mean = |value: &Value| {
+        value
+            .as_f64()
+            .map_or_else(String::new, |mean| format!("{mean:.1}"))
+    };
+    let faults: u64 = builder["faults"]
+        .as_object()
+        .map_or(0, |kinds| kinds.values().filter_map(Value::as_u64).sum());
+    vec![
+        builder["backend"].as_str().unwrap_or("?").to_owned(),
+        count(&builder["layers"]),
+        builder["active"]["version"]
+            .as_str()
+            .map_or_else(String::new, short),
+        builder["active"]["name"]
+            .as_str()
+            .unwrap_or("plain")
+            .to_owned(),
+        builder["state"].as_str().unwrap_or("?").to_owned(),
+        count(&builder["steps"]),
+        count(&builder["plain_steps"]),
+        time(&builder["build_p50_ns"]),
+        time(&builder["build_p99_ns"]),
+        mean(&builder["splits"]["mean"]),
+        count(&builder["splits"]["max"]),
+        mean(&builder["work_items"]["mean"]),
+        count(&builder["work_items"]["max"]),
+        faults.to_string(),
+        builder["previous"]["version"]
+            .as_str()
+            .map_or_else(String::new, short),
+    ]
+}
+
+/// The first digits of a hash: enough to tell versions apart.
+fn short(hash: &str) -> String {
+    hash.chars().take(12).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::render;
+    use serde_json::json;
+
+    #[test]
+    fn the_table_shows_versions_choices_and_faults() {
+        let answer = json!({ "builders": [{
+            "backend": "FLASH_ATTN", "layers": 30, "state": "active", "steps": 1200, "plain_steps": 1,
+            "active": { "version": "0123456789abcdef0123", "name": "flash-attn" }, "previous": null,
+            "build_p50_ns": 1480, "build_p99_ns": 2100,
+            "splits": { "mean": 2.5, "max": 4 }, "work_items": { "mean": 10.0, "max": 16 },
+            "faults": { "trap": 1 },
+            "fault_records": [{ "kind": "trap", "message": "unreachable", "version": "0123456789abcdef0123", "count": 1 }],
+        }]});
+        let text = render(&answer);
+        for expected in [
+            "FLASH_ATTN",
+            "0123456789ab ",
+            "1.5 µs",
+            "2.1 µs",
+            "2.5",
+            "1 × trap in 0123456789ab: unreachable",
+        ] {
+            assert!(text.contains(expected), "{expected} is missing in\n{text}");
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! `generate`: a model answers prompts, its metadata builders in the sandbox; the admin socket is open while it does.
+
+mod setup;
+mod stream;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use timetable_engine::chat::{ChatMessage, ChatTemplate};
+use timetable_engine::sampling::SamplingParams;
+use timetable_engine::tokenizer::Tokenizer;
+use timetable_engine::{EngineHandle, EngineStats, FinishReason, GenerationRequest};
+
+use self::stream::Answer;
+use super::print_json;
+use crate::admin::{self, Control, Server};
+use crate::cli::Generate;
+use crate::exit::{Exit, Failure};
+
+pub fn run(arguments: Generate) -> Result<(), Failure> {
+    // What can be refused at once is refused before a model is loaded.
+    let params = sampling(&arguments)?;
+    let socket = socket(arguments.host.admin.as_deref())?;
+    let setup::Running {
+        engine,
+        tokenizer,
+        host,
+    } = setup::start(&arguments)?;
+    let host = Arc::new(host);
+    let _server = match &socket {
+        Some(path) => Some(Server::start(path, Arc::clone(&host))?),
+        None => None,
+    };
+
+    let prompts = encode(&arguments, &tokenizer)?;
+    let started = Instant::now();
+    let answers = answer(&arguments, &engine, &params, &prompts)?;
+    let elapsed = started.elapsed();
+    let stats = engine.stats();
+    let builders = host.builders().map_err(Failure::of(Exit::Failure))?;
+    engine.shutdown();
+
+    if arguments.json {
+        print_json(&report(
+            &arguments, &prompts, &answers, elapsed, &stats, &builders,
+        ))?;
+    } else {
+        eprintln!("{}", summary(&prompts, &answers, elapsed, &stats));
+    }
+    match answers.iter().find_map(|answer| answer.error.as_ref()) {
+        None => Ok(()),
+        Some(error) => Err(Failure::new(error.exit, &error.message)),
+    }
+}
+
+fn sampling(arguments: &Generate) -> Result<SamplingParams, Failure> {
+    let params = SamplingParams {
+        temperature: arguments.temperature,
+        top_k: arguments.top_k,
+        top_p: arguments.top_p,
+        seed: arguments.seed,
+        max_tokens: arguments.max_tokens,
+        stop: arguments.stop.clone(),
+        stop_token_ids: Vec::new(),
+        ignore_eos: arguments.ignore_eos,
+    };
+    params.validate().map_err(Failure::of(Exit::Usage))?;
+    Ok(params)
+}
+
+/// The socket to open, checked; none if the user wants none.
+fn socket(given: Option<&Path>) -> Result<Option<std::path::PathBuf>, Failure> {
+    let path = match given {
+        Some(path) if path == Path::new("none") => return Ok(None),
+        Some(path) => path.to_path_buf(),
+        None => admin::default_path(),
+    };
+    admin::prepare(&path)?;
+    Ok(Some(path))
+}
+
+/// The token ids of each prompt.
+fn encode(arguments: &Generate, tokenizer: &Tokenizer) -> Result<Vec<Vec<u32>>, Failure> {
+    let bad = |error: &dyn std::fmt::Display| Failure::new(Exit::BadInput, error);
+    let template = arguments
+        .chat
+        .then(|| ChatTemplate::load(&arguments.model))
+        .transpose()
+        .map_err(|error| bad(&error))?;
+    arguments
+        .prompt
+        .iter()
+        .map(|prompt| match &template {
+            None => tokenizer.encode(prompt, true).map_err(|error| bad(&error)),
+            Some(template) => {
+                let message = ChatMessage {
+                    role: "user".to_owned(),
+                    content: prompt.clone(),
+                };
+                let text = template
+                    .render(&[message], true)
+                    .map_err(|error| bad(&error))?;
+                // The template writes the special tokens.
+                tokenizer.encode(&text, false).map_err(|error| bad(&error))
+            }
+        })
+        .collect()
+}
+
+fn answer(
+    arguments: &Generate,
+    engine: &EngineHandle,
+    params: &SamplingParams,
+    prompts: &[Vec<u32>],
+) -> Result<Vec<Answer>, Failure> {
+    let streams = prompts
+        .iter()
+        .map(|prompt| {
+            engine.submit(GenerationRequest {
+                prompt: prompt.clone(),
+                params: params.clone(),
+                ..GenerationRequest::default()
+            })
+        })
+        .collect();
+    stream::collect(streams, !arguments.json)
+}
+
+fn summary(
+    prompts: &[Vec<u32>],
+    answers: &[Answer],
+    elapsed: Duration,
+    stats: &EngineStats,
+) -> String {
+    let generated: usize = answers.iter().map(|answer| answer.tokens.len()).sum();
+    let prompt: usize = prompts.iter().map(Vec::len).sum();
+    let seconds = elapsed.as_secs_f64().max(1e-9);
+    format!(
+        "{prompt} prompt tokens, {generated} generated in {seconds:.2} s ({:.1} tokens/s), {} steps, {} served by the plain builder after a fault",
+        generated as f64 / seconds,
+        stats.steps,
+        stats.fallback_steps,
+    )
+}
+
+fn report(
+    arguments: &Generate,
+    prompts: &[Vec<u32>],
+    answers: &[Answer],
+    elapsed: Duration,
+    stats: &EngineStats,
+    builders: &Value,
+) -> Value {
+    let outputs: Vec<Value> = arguments
+        .prompt
+        .iter()
+        .zip(prompts)
+        .zip(answers)
+        .map(|((prompt, ids), answer)| {
+            json!({
+                "prompt": prompt,
+                "prompt_token_ids": ids,
+                "text": answer.text,
+                "output_token_ids": answer.tokens,
+                "finish_reason": answer.finish.unwrap_or(FinishReason::Error),
+                "error": answer.error.as_ref().map(|error| error.message.as_str()),
+                "time_to_first_token_s": answer.first_token.map(|time| time.as_secs_f64()),
+            })
+        })
+        .collect();
+    let generated: usize = answers.iter().map(|answer| answer.tokens.len()).sum();
+    let mean_us = |ns: u64| ns as f64 / 1e3 / stats.steps.max(1) as f64;
+    json!({
+        "model": arguments.model,
+        "outputs": outputs,
+        "elapsed_s": elapsed.as_secs_f64(),
+        "tokens_per_s": generated as f64 / elapsed.as_secs_f64().max(1e-9),
+        "steps": stats.steps,
+        "fallback_steps": stats.fallback_steps,
+        "failed_steps": stats.failed_steps,
+        "preemptions": stats.preemptions,
+        "prefix_cache": { "queried_tokens": stats.prefix_queries, "hit_tokens": stats.prefix_hits },
+        "step_mean_us": {
+            "schedule": mean_us(stats.total.schedule_ns),
+            "batch": mean_us(stats.total.batch_ns),
+            "build": mean_us(stats.total.build_ns),
+            "verify": mean_us(stats.total.verify_ns),
+            "prepare": mean_us(stats.total.prepare_ns),
+            "model": mean_us(stats.total.model_ns),
+            "sample": mean_us(stats.total.sample_ns),
+            "output": mean_us(stats.total.output_ns),
+        },
+        "builders": builders["builders"],
+    })
+}

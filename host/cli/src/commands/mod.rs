@@ -1,0 +1,67 @@
+//! One module a command.
+
+pub mod backends;
+pub mod build;
+pub mod components;
+pub mod control;
+pub mod explain_graphs;
+pub mod generate;
+mod progress;
+mod table;
+
+use std::io::Write;
+
+use clap::CommandFactory;
+
+use crate::exit::{Exit, Failure};
+
+/// Prints a completion script.
+pub fn completions(shell: clap_complete::Shell) -> Result<(), Failure> {
+    let mut script = Vec::new();
+    clap_complete::generate(
+        shell,
+        &mut crate::cli::Cli::command(),
+        "timetable",
+        &mut script,
+    );
+    print(&script)
+}
+
+/// Writes to standard output. A reader that went away (`| head`) ends the output, quietly.
+pub fn print(bytes: &[u8]) -> Result<(), Failure> {
+    let mut stdout = std::io::stdout().lock();
+    match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(Failure::new(
+            Exit::Failure,
+            format!("standard output: cannot be written ({error})"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Prints a value as one line of JSON.
+pub fn print_json(value: &serde_json::Value) -> Result<(), Failure> {
+    print(format!("{value}\n").as_bytes())
+}
+
+/// The embedded default component of a backend.
+pub fn embedded(backend: &str) -> Result<&'static timetable_reference::Embedded, Failure> {
+    let components = timetable_reference::components();
+    components
+        .iter()
+        .find(|component| component.default && component.backend == backend)
+        .ok_or_else(|| {
+            let known: Vec<&str> = components
+                .iter()
+                .filter(|component| component.default)
+                .map(|component| component.backend)
+                .collect();
+            Failure::new(
+                Exit::BadInput,
+                format!(
+                    "backend `{backend}`: this binary has no builder for it; it has {}",
+                    known.join(", ")
+                ),
+            )
+        })
+}

@@ -1,0 +1,206 @@
+//! `timetable generate` with a tiny model: answers, and what bad input gets.
+
+mod support;
+
+use support::{file, run, timetable, tiny_llama};
+
+/// Greedy tokens of the first recorded prompt, [185]; see tests/vectors/engine.
+const RECORDED: [u64; 8] = [254, 160, 93, 469, 255, 80, 254, 326];
+
+fn generate(extra: &[&str]) -> support::Ran {
+    let model = tiny_llama();
+    let mut arguments = vec![
+        "generate",
+        "--model",
+        model.to_str().unwrap(),
+        "--admin",
+        "none",
+    ];
+    arguments.extend(["--num-gpu-blocks-override", "64", "--weights", "f32"]);
+    arguments.extend(extra);
+    run(&arguments)
+}
+
+#[test]
+fn both_backends_give_the_recorded_tokens() {
+    for backend in ["FLASH_ATTN", "FLASHINFER"] {
+        let answer = generate(&[
+            "--prompt",
+            "t185",
+            "--max-tokens",
+            "8",
+            "--ignore-eos",
+            "--json",
+            "--attention-backend",
+            backend,
+        ]);
+        let answer = answer.succeeds().json();
+        let output = &answer["outputs"][0];
+        assert_eq!(output["prompt_token_ids"], serde_json::json!([185]));
+        let tokens: Vec<u64> = output["output_token_ids"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|token| token.as_u64().unwrap())
+            .collect();
+        assert_eq!(tokens, RECORDED, "{backend}");
+        assert_eq!(output["finish_reason"], "length");
+        assert_eq!(answer["builders"][0]["backend"], backend);
+        assert!(answer["builders"][0]["steps"].as_u64().unwrap() >= 8);
+        assert_eq!(answer["fallback_steps"], 0);
+    }
+}
+
+#[test]
+fn several_prompts_run_as_one_batch_and_each_line_says_whose_it_is() {
+    let answer = generate(&[
+        "--prompt",
+        "t1 t2 t3",
+        "--prompt",
+        "t9",
+        "--max-tokens",
+        "12",
+        "--ignore-eos",
+    ]);
+    let stdout = &answer.succeeds().stdout;
+    assert!(
+        stdout.contains("[0] ") && stdout.contains("[1] "),
+        "{stdout}"
+    );
+}
+
+#[test]
+fn the_same_seed_gives_the_same_tokens_whatever_the_batch() {
+    let sampled = [
+        "--temperature",
+        "1.5",
+        "--seed",
+        "7",
+        "--max-tokens",
+        "10",
+        "--ignore-eos",
+        "--json",
+    ];
+    let tokens = |prompts: &[&str]| {
+        let mut arguments = sampled.to_vec();
+        for prompt in prompts {
+            arguments.extend(["--prompt", prompt]);
+        }
+        generate(&arguments).succeeds().json()["outputs"][0]["output_token_ids"].clone()
+    };
+    let alone = tokens(&["t5 t6"]);
+    assert_eq!(alone.as_array().unwrap().len(), 10);
+    assert_eq!(alone, tokens(&["t5 t6", "t100", "t1 t2 t3 t4"]));
+}
+
+#[test]
+fn bad_models_get_one_line() {
+    let scratch = tempfile::tempdir().unwrap();
+    let garbage = file(&scratch, "garbage.gguf", b"GGUF, one would think, but no");
+    let truncated = file(
+        &scratch,
+        "truncated.gguf",
+        b"GGUF\x03\0\0\0\xff\0\0\0\0\0\0\0",
+    );
+    let other = scratch.path().join("other");
+    std::fs::create_dir(&other).unwrap();
+    std::fs::write(
+        other.join("config.json"),
+        r#"{"architectures": ["MagicForCausalLM"], "model_type": "magic"}"#,
+    )
+    .unwrap();
+    for (path, part) in [
+        ("/nonexistent.gguf", "/nonexistent.gguf"),
+        (garbage.as_str(), "garbage.gguf"),
+        (truncated.as_str(), "truncated.gguf"),
+        (other.to_str().unwrap(), "agic"),
+    ] {
+        run(&[
+            "generate", "--model", path, "--prompt", "x", "--admin", "none",
+        ])
+        .fails(4, &[part]);
+    }
+}
+
+#[test]
+fn bad_requests_get_one_line() {
+    let long = "t1 ".repeat(600);
+    generate(&["--prompt", &long]).fails(4, &["600", "512"]);
+    generate(&["--prompt", "t1", "--temperature", "-1"]).fails(2, &["temperature", "-1"]);
+    generate(&["--prompt", "t1", "--top-p", "1.5"]).fails(2, &["top-p", "1.5"]);
+    generate(&["--prompt", "t1", "--attention-backend", "MAGIC"]).fails(2, &["MAGIC"]);
+    generate(&["--prompt", "t1", "--attention-backend", "TRITON_ATTN"]).fails(4, &["TRITON_ATTN"]);
+    generate(&["--prompt", "t1", "--builder", "FLASHINFER=x.wasm"])
+        .fails(2, &["FLASHINFER", "FLASH_ATTN"]);
+    generate(&[
+        "--prompt",
+        "t1",
+        "--builder",
+        "FLASH_ATTN=/nonexistent.wasm",
+    ])
+    .fails(4, &["/nonexistent.wasm"]);
+    generate(&["--prompt", "t1", "--block-size", "0"]).fails(4, &["block_size", "0"]);
+    generate(&["--prompt", "t1", "--chat"]).fails(4, &["chat template"]);
+    let flashinfer = timetable_reference::component("flashinfer").unwrap();
+    let scratch = tempfile::tempdir().unwrap();
+    let other = file(&scratch, "flashinfer.wasm", flashinfer.bytes);
+    generate(&[
+        "--prompt",
+        "t1",
+        "--builder",
+        &format!("FLASH_ATTN={other}"),
+    ])
+    .fails(4, &["flashinfer", "flash-attn"]);
+}
+
+#[test]
+fn a_directory_of_someone_else_is_refused() {
+    use std::os::unix::fs::{MetadataExt, chown};
+    let scratch = tempfile::tempdir().unwrap();
+    let own = std::fs::metadata(scratch.path()).unwrap().uid();
+    let foreign = scratch.path().join("foreign");
+    std::fs::create_dir(&foreign).unwrap();
+    // Root can give a directory away; anybody else uses one that is root's.
+    let foreign = if own == 0 {
+        chown(&foreign, Some(65_534), None).unwrap();
+        foreign.to_str().unwrap().to_owned()
+    } else {
+        "/".to_owned()
+    };
+    for flag in ["--cache-dir", "--state-dir"] {
+        generate(&["--prompt", "t1", flag, &foreign]).fails(4, &[&foreign, "belongs to"]);
+    }
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_error() {
+    use std::process::Stdio;
+    let mut child = timetable()
+        .args([
+            "generate",
+            "--model",
+            tiny_llama().to_str().unwrap(),
+            "--admin",
+            "none",
+            "--prompt",
+            "t1",
+        ])
+        .args([
+            "--num-gpu-blocks-override",
+            "64",
+            "--max-tokens",
+            "200",
+            "--ignore-eos",
+        ])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        output.status.success() && !stderr.contains("panicked"),
+        "{stderr}"
+    );
+}

@@ -1,0 +1,209 @@
+//! Replacing builders of a running host through its admin socket.
+
+mod support;
+
+use std::path::PathBuf;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use support::{Ran, file, run, timetable, tiny_llama};
+
+/// A host that answers a few prompts, long enough to be looked at.
+struct Host {
+    child: Option<Child>,
+    socket: String,
+    scratch: tempfile::TempDir,
+}
+
+impl Host {
+    fn start(extra: &[&str]) -> Host {
+        let scratch = tempfile::tempdir().unwrap();
+        let socket = scratch
+            .path()
+            .join("admin.sock")
+            .to_str()
+            .unwrap()
+            .to_owned();
+        let child = timetable()
+            .args([
+                "generate",
+                "--model",
+                tiny_llama().to_str().unwrap(),
+                "--admin",
+                &socket,
+                "--json",
+            ])
+            .args([
+                "--num-gpu-blocks-override",
+                "256",
+                "--weights",
+                "f32",
+                "--ignore-eos",
+                "--max-tokens",
+                "500",
+            ])
+            .args([
+                "--prompt", "t1", "--prompt", "t2", "--prompt", "t3", "--prompt", "t185",
+            ])
+            .args(extra)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let host = Host {
+            child: Some(child),
+            socket,
+            scratch,
+        };
+        host.wait_for(|builders| builders["builders"][0]["steps"].as_u64() > Some(0));
+        host
+    }
+
+    fn ask(&self, command: &[&str]) -> Ran {
+        let mut arguments = command.to_vec();
+        arguments.extend(["--admin", &self.socket, "--json"]);
+        run(&arguments)
+    }
+
+    fn wait_for(&self, condition: impl Fn(&Value) -> bool) -> Value {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let answer = self.ask(&["builders"]);
+            if answer.code == 0 {
+                let table = answer.json();
+                if condition(&table) {
+                    return table;
+                }
+            }
+            assert!(
+                Instant::now() < deadline,
+                "{} {}",
+                answer.stdout,
+                answer.stderr
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Its answers, at the end.
+    fn finish(mut self) -> Value {
+        let ran = Ran::from(self.child.take().unwrap().wait_with_output().unwrap());
+        ran.succeeds().json()
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            drop(child.kill());
+            drop(child.wait());
+        }
+    }
+}
+
+fn tokens(report: &Value) -> Vec<Value> {
+    report["outputs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|output| output["output_token_ids"].clone())
+        .collect()
+}
+
+fn fixed_split(scratch: &tempfile::TempDir) -> String {
+    let component = timetable_reference::component("flash-attn-fixed-split").unwrap();
+    file(scratch, "fixed.wasm", component.bytes)
+}
+
+#[test]
+fn a_builder_is_replaced_and_rolled_back_while_answers_stream() {
+    let undisturbed = Host::start(&[]).finish();
+
+    let host = Host::start(&[]);
+    let before = host.wait_for(|_| true)["builders"][0]["active"]["version"].clone();
+    let path = fixed_split(&host.scratch);
+    let reloaded = host.ask(&["reload", "FLASH_ATTN", &path]).succeeds().json();
+    assert_ne!(reloaded["version"], before);
+    let table =
+        host.wait_for(|table| table["builders"][0]["active"]["version"] == reloaded["version"]);
+    assert_eq!(table["builders"][0]["previous"]["version"], before);
+    assert_eq!(table["builders"][0]["active"]["origin"], path.as_str());
+
+    // A bad component changes nothing.
+    let bad = file(&host.scratch, "bad.wasm", b"\0asm\x01\0\0\0");
+    host.ask(&["reload", "FLASH_ATTN", &bad])
+        .fails(4, &["bad.wasm", "core module", "stays"]);
+    host.ask(&["reload", "FLASHINFER", &path])
+        .fails(4, &["FLASHINFER", "FLASH_ATTN"]);
+    let table = host.wait_for(|_| true);
+    assert_eq!(
+        table["builders"][0]["active"]["version"],
+        reloaded["version"]
+    );
+
+    host.ask(&["rollback", "FLASH_ATTN"]).succeeds();
+    host.wait_for(|table| table["builders"][0]["active"]["version"] == before);
+
+    let disturbed = host.finish();
+    assert_eq!(disturbed["failed_steps"], 0);
+    assert_eq!(disturbed["fallback_steps"], 0);
+    assert_eq!(tokens(&disturbed), tokens(&undisturbed));
+}
+
+#[test]
+fn what_is_active_survives_a_restart() {
+    let scratch = tempfile::tempdir().unwrap();
+    let state: PathBuf = scratch.path().join("state");
+    let state = state.to_str().unwrap();
+    let path = fixed_split(&scratch);
+
+    let host = Host::start(&["--state-dir", state]);
+    let reloaded = host.ask(&["reload", "FLASH_ATTN", &path]).succeeds().json();
+    host.finish();
+    // A file that changes on disk changes nothing: components are kept by content.
+    std::fs::write(&path, "gone").unwrap();
+
+    let host = Host::start(&["--state-dir", state]);
+    let table = host.wait_for(|_| true);
+    assert_eq!(
+        table["builders"][0]["active"]["version"],
+        reloaded["version"]
+    );
+    assert_eq!(table["builders"][0]["active"]["origin"], path.as_str());
+}
+
+#[test]
+fn a_second_host_at_the_same_socket_is_refused_and_the_first_goes_on() {
+    let host = Host::start(&[]);
+    run(&[
+        "generate",
+        "--model",
+        tiny_llama().to_str().unwrap(),
+        "--prompt",
+        "t1",
+        "--admin",
+        &host.socket,
+    ])
+    .fails(
+        5,
+        &[&host.socket, "another host answers there", "--admin PATH"],
+    );
+    host.ask(&["builders"]).succeeds();
+}
+
+#[test]
+fn without_a_host_the_error_says_how_to_start_one() {
+    let scratch = tempfile::tempdir().unwrap();
+    let socket = scratch.path().join("admin.sock");
+    let socket = socket.to_str().unwrap();
+    run(&["builders", "--admin", socket]).fails(5, &["no running host", "timetable generate"]);
+    run(&[
+        "reload",
+        "FLASH_ATTN",
+        "/nonexistent.wasm",
+        "--admin",
+        socket,
+    ])
+    .fails(4, &["/nonexistent.wasm"]);
+}
