@@ -37,6 +37,12 @@ impl CandleLlama {
         self.0.forward(&input, position)?.squeeze(0)?.to_vec1()
     }
 
+    /// Starts a new request with `tokens`, fed at once, and returns the logits after the last.
+    pub fn prefill(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
+        let input = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?;
+        self.0.forward(&input, 0)?.squeeze(0)?.to_vec1()
+    }
+
     /// Logits after each of `tokens`, fed one by one.
     pub fn teacher_forced(&mut self, tokens: &[u32]) -> Result<Vec<Vec<f32>>> {
         tokens

@@ -1,4 +1,6 @@
 //! What the tests that cross crates share. Knows no test.
 
 pub mod candle_reference;
+pub mod drive;
 pub mod naive;
+pub mod step_host;

@@ -437,8 +437,9 @@ fn layer_config(
     }
 }
 
-/// What a group's builder is made of.
-fn builder_config(
+/// What the builder of a group is made of: layers with `window` (in tokens, the current one included) on a CPU, and block
+/// tables of `table_width` columns.
+pub fn builder_config(
     engine: &EngineConfig,
     model: &ModelConfig,
     window: Option<usize>,

@@ -24,7 +24,7 @@ pub mod scheduler;
 pub mod timings;
 pub mod tokenizer;
 
-pub use attention::{StepError, backend_name};
+pub use attention::{StepError, backend_name, builder_config};
 pub use config::{BuilderSource, CacheSize, EngineConfig, EngineError};
 pub use engine::Engine;
 pub use handle::{EngineHandle, RequestEvent, RequestStream};

@@ -1,8 +1,13 @@
 //! The persistent batch: tables and slots agree, whatever was in the rows before.
 
 use proptest::prelude::*;
-use timetable_attention::PAD_SLOT_ID;
-use timetable_engine::batch::{BatchRow, BatchShape, InputBatch};
+use timetable_attention::{Grant, PAD_SLOT_ID, Refusal, VerifyContext, verify_step};
+use timetable_engine::{
+    EngineConfig,
+    batch::{BatchRow, BatchShape, InputBatch},
+    builder_config,
+};
+use timetable_tests::drive;
 
 fn shape(block_size: usize, kernel_block_size: usize) -> BatchShape {
     BatchShape {
@@ -26,6 +31,44 @@ fn row<'a>(num_computed: usize, tokens: &'a [u32], blocks: &'a [u32]) -> BatchRo
     }
 }
 
+/// What the verifier says of the batch's own tensors, with a cache of `num_blocks` blocks.
+fn verified(batch: &InputBatch, max_model_len: usize, num_blocks: u32) -> Result<(), Refusal> {
+    let engine = EngineConfig {
+        max_num_seqs: 8,
+        max_num_batched_tokens: 512,
+        max_model_len: Some(max_model_len),
+        block_size: batch.kernel_block_size(),
+        ..EngineConfig::default()
+    };
+    let model = drive::tiny_llama();
+    let names = vec!["layer".to_owned()];
+    verify_step(&VerifyContext {
+        config: &builder_config(&engine, model.config(), None, batch.table_width(), names),
+        common: batch.common(),
+        inputs: &batch.inputs(),
+        promise: None,
+        grant: Grant::Exact,
+        num_blocks,
+    })
+}
+
+/// Field case 12.
+#[test]
+fn case_12_lengths_beyond_the_table_and_blocks_beyond_the_cache_are_refused() {
+    let mut batch = InputBatch::new(BatchShape {
+        max_model_len: 1024,
+        ..shape(256, 256)
+    })
+    .unwrap();
+    assert_eq!(batch.table_width(), 4);
+    for (seq_len, num_blocks, accepted) in [(1024, 6, true), (1025, 6, false), (1024, 5, false)] {
+        batch.begin();
+        batch.push(&row(seq_len - 1, &[0], &[1, 2, 3, 5, 4]));
+        let verdict = verified(&batch, 1024, num_blocks);
+        assert_eq!(verdict.is_ok(), accepted, "{seq_len} tokens, {num_blocks} blocks: {verdict:?}");
+    }
+}
+
 /// Field case 6.
 #[test]
 fn case_6_a_token_beyond_its_row_of_blocks_has_no_slot() {
@@ -37,10 +80,13 @@ fn case_6_a_token_beyond_its_row_of_blocks_has_no_slot() {
         [14, 15, PAD_SLOT_ID, PAD_SLOT_ID]
     );
     assert_eq!(batch.num_unslotted(), 2);
+    let refusal = verified(&batch, 1024, 100).unwrap_err();
+    println!("{refusal}");
     batch.begin();
     batch.push(&row(3, &[0; 5], &[7, 3]));
     assert_eq!(batch.inputs().slot_mapping, [31, 12, 13, 14, 15]);
     assert_eq!(batch.num_unslotted(), 0);
+    assert_eq!(verified(&batch, 1024, 100), Ok(()));
 }
 
 /// Field case 9.

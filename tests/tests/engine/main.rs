@@ -3,5 +3,8 @@
 mod batch;
 mod blocks;
 mod recorded;
+mod reload;
 mod scheduler;
+mod tiny_llama;
 mod trace;
+mod windows;
