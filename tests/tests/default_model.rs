@@ -80,10 +80,16 @@ fn reference(path: &Path) -> Vec<Case> {
             tokens.push(argmax(&logits) as u32);
             rows.push(logits);
             if tokens.len() == NUM_TOKENS {
-                return Case { prompt, tokens, rows };
+                return Case {
+                    prompt,
+                    tokens,
+                    rows,
+                };
             }
             let position = prompt.len() + tokens.len() - 1;
-            logits = candle.step(tokens[tokens.len() - 1], position).expect("candle runs");
+            logits = candle
+                .step(tokens[tokens.len() - 1], position)
+                .expect("candle runs");
         }
     };
     PROMPTS.iter().map(case).collect()
@@ -111,10 +117,21 @@ impl Report {
 
     fn check(&self, name: &str) {
         self.print(name);
-        assert_eq!(self.rows, PROMPTS.len() * NUM_TOKENS, "{name}: every row is compared");
-        assert!(self.max_difference <= MAX_DIFFERENCE, "{name}: logits differ by {}", self.max_difference);
+        assert_eq!(
+            self.rows,
+            PROMPTS.len() * NUM_TOKENS,
+            "{name}: every row is compared"
+        );
+        assert!(
+            self.max_difference <= MAX_DIFFERENCE,
+            "{name}: logits differ by {}",
+            self.max_difference
+        );
         let wrong = self.flips.iter().find(|&&gap| gap >= NEAR_TIE);
-        assert!(wrong.is_none(), "{name}: another token where the gap is {wrong:?}");
+        assert!(
+            wrong.is_none(),
+            "{name}: another token where the gap is {wrong:?}"
+        );
     }
 }
 
@@ -128,7 +145,10 @@ fn engine(weights: Weights, family: Family, path: &Path) -> Engine {
         cache_size: CacheSize::Blocks(20 * 16),
         ..EngineConfig::default()
     };
-    let options = LoadOptions { weights, threads: None };
+    let options = LoadOptions {
+        weights,
+        threads: None,
+    };
     let model = Model::load(path, options).expect("the model loads");
     drive::engine(&config, Box::new(model), &source(family))
 }
@@ -165,7 +185,11 @@ fn run(engine: &mut Engine, cases: &Arc<Vec<Case>>, batches: &[Vec<usize>]) -> R
         engine.set_logits_observer(None);
         first += batch.len();
     }
-    assert_eq!(engine.stats().fallback_steps, 0, "the component served every step");
+    assert_eq!(
+        engine.stats().fallback_steps,
+        0,
+        "the component served every step"
+    );
     std::mem::take(&mut *report.lock().expect("no panic while it is held"))
 }
 
@@ -175,12 +199,21 @@ fn teacher_forced_logits_are_candles() {
     let cases = Arc::new(reference(&path));
     let alone: Vec<Vec<usize>> = (0..PROMPTS.len()).map(|index| vec![index]).collect();
     let together = vec![(0..PROMPTS.len()).collect::<Vec<_>>()];
-    for (name, family) in [("FLASH_ATTN", Family::FlashAttn), ("FLASHINFER", Family::Flashinfer)] {
-        run(&mut engine(Weights::F32, family, &path), &cases, &together).check(&format!("{name}, one batch"));
-        run(&mut engine(Weights::F32, family, &path), &cases, &alone).check(&format!("{name}, alone"));
+    for (name, family) in [
+        ("FLASH_ATTN", Family::FlashAttn),
+        ("FLASHINFER", Family::Flashinfer),
+    ] {
+        run(&mut engine(Weights::F32, family, &path), &cases, &together)
+            .check(&format!("{name}, one batch"));
+        run(&mut engine(Weights::F32, family, &path), &cases, &alone)
+            .check(&format!("{name}, alone"));
     }
     // Quantised activations are another arithmetic: reported, without a bar.
-    let quantised = run(&mut engine(Weights::Auto, Family::FlashAttn, &path), &cases, &together);
+    let quantised = run(
+        &mut engine(Weights::Auto, Family::FlashAttn, &path),
+        &cases,
+        &together,
+    );
     quantised.print("FLASH_ATTN, quantised weights, one batch");
     assert_eq!(quantised.rows, PROMPTS.len() * NUM_TOKENS);
 }

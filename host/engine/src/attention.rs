@@ -18,6 +18,7 @@ use timetable_types::{
 };
 
 use crate::{
+    batch::NoSlot,
     config::{BuilderSource, EngineConfig, EngineError},
     model::{AttentionError, AttentionLayers, ModelConfig},
     timings::{Lap, StepTimings},
@@ -40,6 +41,9 @@ pub enum StepError {
     /// The host's own tensors are inconsistent.
     #[error("this step's tensors are refused: {0}")]
     Tensors(Refusal),
+    /// A request's blocks do not reach its length.
+    #[error("this step's slots are refused: {0}")]
+    Slots(NoSlot),
     /// Neither the builder nor the plain builder has acceptable metadata.
     #[error("group {group}: {message}")]
     Metadata {

@@ -39,6 +39,22 @@ pub struct BlockSizeError {
     pub kernel_block_size: usize,
 }
 
+/// A row's blocks do not reach its length: some of its tokens have no slot. Such a step must not run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "row {row} has {num_blocks} blocks of {block_size} tokens and position {position} has no slot: the row needs more blocks"
+)]
+pub struct NoSlot {
+    /// The row.
+    pub row: usize,
+    /// Blocks that it has.
+    pub num_blocks: usize,
+    /// Tokens of a block.
+    pub block_size: usize,
+    /// Its first position without a slot.
+    pub position: usize,
+}
+
 /// What one row brings to a step.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchRow<'a> {
@@ -77,7 +93,7 @@ pub struct InputBatch {
     positions: Vec<i64>,
     slot_mapping: Vec<i64>,
     logits_rows: Vec<usize>,
-    num_unslotted: usize,
+    no_slot: Option<NoSlot>,
 }
 
 impl InputBatch {
@@ -129,7 +145,7 @@ impl InputBatch {
             positions: Vec::with_capacity(max_tokens),
             slot_mapping: Vec::with_capacity(max_tokens),
             logits_rows: Vec::with_capacity(max_rows),
-            num_unslotted: 0,
+            no_slot: None,
             shape,
         })
     }
@@ -151,7 +167,7 @@ impl InputBatch {
         self.positions.clear();
         self.slot_mapping.clear();
         self.logits_rows.clear();
-        self.num_unslotted = 0;
+        self.no_slot = None;
     }
 
     /// Adds a row.
@@ -248,7 +264,12 @@ impl InputBatch {
                     self.slot_mapping.extend(slots);
                 }
                 None => {
-                    self.num_unslotted += stop - position;
+                    self.no_slot.get_or_insert(NoSlot {
+                        row: self.common.num_reqs as usize,
+                        num_blocks: blocks.len(),
+                        block_size,
+                        position,
+                    });
                     self.slot_mapping
                         .extend(std::iter::repeat_n(PAD_SLOT_ID, stop - position));
                 }
@@ -298,9 +319,10 @@ impl InputBatch {
         &self.logits_rows
     }
 
-    /// Tokens of the step that have no slot: 0 unless a row's blocks do not reach its length.
-    pub fn num_unslotted(&self) -> usize {
-        self.num_unslotted
+    /// Has every token a slot? Checked before a step runs; the verifier lets tokens without a slot pass, since padding has
+    /// none.
+    pub fn check(&self) -> Result<(), NoSlot> {
+        self.no_slot.map_or(Ok(()), Err)
     }
 
     /// Tokens of a block of the kernels' table.

@@ -10,7 +10,7 @@ use timetable_sandbox::{ReloadHandle, Sandbox};
 use timetable_types::BuilderInfo;
 
 use crate::{
-    attention::Attention,
+    attention::{Attention, StepError},
     batch::{BatchShape, InputBatch},
     config::{BuilderSource, CacheSize, EngineConfig, EngineError},
     kv::KvCacheManager,
@@ -287,6 +287,9 @@ impl Engine {
 
     /// Metadata and forward pass; leaves the logits.
     fn run(&mut self, timings: &mut StepTimings) -> Result<(), StepFailure> {
+        self.batch
+            .check()
+            .map_err(|error| StepFailure::Metadata(StepError::Slots(error)))?;
         let inputs = self.batch.inputs();
         let outcome = self
             .attention

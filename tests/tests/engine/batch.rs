@@ -65,7 +65,11 @@ fn case_12_lengths_beyond_the_table_and_blocks_beyond_the_cache_are_refused() {
         batch.begin();
         batch.push(&row(seq_len - 1, &[0], &[1, 2, 3, 5, 4]));
         let verdict = verified(&batch, 1024, num_blocks);
-        assert_eq!(verdict.is_ok(), accepted, "{seq_len} tokens, {num_blocks} blocks: {verdict:?}");
+        assert_eq!(
+            verdict.is_ok(),
+            accepted,
+            "{seq_len} tokens, {num_blocks} blocks: {verdict:?}"
+        );
     }
 }
 
@@ -79,13 +83,15 @@ fn case_6_a_token_beyond_its_row_of_blocks_has_no_slot() {
         batch.inputs().slot_mapping,
         [14, 15, PAD_SLOT_ID, PAD_SLOT_ID]
     );
-    assert_eq!(batch.num_unslotted(), 2);
-    let refusal = verified(&batch, 1024, 100).unwrap_err();
-    println!("{refusal}");
+    let refused = batch.check().unwrap_err();
+    assert_eq!(
+        (refused.row, refused.num_blocks, refused.position),
+        (0, 2, 8)
+    );
     batch.begin();
     batch.push(&row(3, &[0; 5], &[7, 3]));
     assert_eq!(batch.inputs().slot_mapping, [31, 12, 13, 14, 15]);
-    assert_eq!(batch.num_unslotted(), 0);
+    assert_eq!(batch.check(), Ok(()));
     assert_eq!(verified(&batch, 1024, 100), Ok(()));
 }
 

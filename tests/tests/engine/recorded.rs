@@ -150,7 +150,7 @@ fn build_from_recorded_rows(name: &str) {
                 wants_logits: true,
             });
         }
-        assert_eq!(batch.num_unslotted(), 0);
+        assert_eq!(batch.check(), Ok(()));
         compare(
             &mut tally,
             &format!("step {number}"),

@@ -44,7 +44,8 @@ impl ModelRunner for Windowed {
         logits_rows: &[usize],
         logits: &mut Vec<f32>,
     ) -> Result<(), ModelError> {
-        self.model.forward(tokens, positions, attn, logits_rows, logits)
+        self.model
+            .forward(tokens, positions, attn, logits_rows, logits)
     }
 }
 
@@ -59,7 +60,15 @@ fn expected(prompt: &[u32], max_tokens: usize) -> Vec<u32> {
         let count = tokens.len() - done;
         attention.schedule(&[(0, count)]);
         let positions: Vec<i64> = (done as i64..tokens.len() as i64).collect();
-        model.forward(&tokens[done..], &positions, &mut attention, &[count - 1], &mut logits).unwrap();
+        model
+            .forward(
+                &tokens[done..],
+                &positions,
+                &mut attention,
+                &[count - 1],
+                &mut logits,
+            )
+            .unwrap();
         done = tokens.len();
         tokens.push(argmax(&logits) as u32);
     }
@@ -69,7 +78,11 @@ fn expected(prompt: &[u32], max_tokens: usize) -> Vec<u32> {
 #[test]
 fn layers_with_and_without_a_window_have_groups_of_their_own() {
     let trace = trace::load("llama_mrv2_f32");
-    let expected: Vec<Vec<u32>> = trace.prompts.iter().map(|prompt| expected(prompt, 12)).collect();
+    let expected: Vec<Vec<u32>> = trace
+        .prompts
+        .iter()
+        .map(|prompt| expected(prompt, 12))
+        .collect();
     let differs = expected.iter().zip(&trace.outputs).any(|(ours, full)| {
         let len = full.len().min(12);
         ours[..len] != full[..len]
