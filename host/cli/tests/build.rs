@@ -75,6 +75,9 @@ fn a_step_with_a_bad_field_gets_one_line() {
         step.as_object_mut().unwrap().remove(key);
         step
     };
+    // A table row of 3 pages of 16 tokens for 49 keys.
+    let mut too_long = with("seq_lens", json!([17, 49, 5]));
+    too_long["max_seq_len"] = json!(49);
     for (step, parts) in [
         (without("seq_lens"), ["seq_lens", "missing"]),
         (without("block_table"), ["block_table", "missing"]),
@@ -96,7 +99,8 @@ fn a_step_with_a_bad_field_gets_one_line() {
             with("block_table", json!([[1, 2, 0], [3, 4], [6, 0, 0]])),
             ["block_table", "2"],
         ),
-        (with("seq_lens", json!([17, 49, 5])), ["49", "48"]),
+        (with("seq_lens", json!([17, 49, 5])), ["seq_lens[1]", "49"]),
+        (too_long, ["block_table_width[1]", "at least 4"]),
         (with("speed", json!(9)), ["speed", "not a field"]),
     ] {
         build("FLASH_ATTN", &step).fails(4, &parts);

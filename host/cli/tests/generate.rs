@@ -4,9 +4,6 @@ mod support;
 
 use support::{file, run, timetable, tiny_llama};
 
-/// Greedy tokens of the first recorded prompt, [185]; see tests/vectors/engine.
-const RECORDED: [u64; 8] = [254, 160, 93, 469, 255, 80, 254, 326];
-
 fn generate(extra: &[&str]) -> support::Ran {
     let model = tiny_llama();
     let mut arguments = vec![
@@ -22,33 +19,36 @@ fn generate(extra: &[&str]) -> support::Ran {
 }
 
 #[test]
-fn both_backends_give_the_recorded_tokens() {
-    for backend in ["FLASH_ATTN", "FLASHINFER"] {
+fn both_backends_give_the_same_tokens() {
+    let answer = |backend: &str| {
         let answer = generate(&[
             "--prompt",
-            "t185",
+            "t40 t5 t77",
             "--max-tokens",
-            "8",
+            "24",
             "--ignore-eos",
             "--json",
             "--attention-backend",
             backend,
         ]);
         let answer = answer.succeeds().json();
-        let output = &answer["outputs"][0];
-        assert_eq!(output["prompt_token_ids"], serde_json::json!([185]));
-        let tokens: Vec<u64> = output["output_token_ids"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|token| token.as_u64().unwrap())
-            .collect();
-        assert_eq!(tokens, RECORDED, "{backend}");
-        assert_eq!(output["finish_reason"], "length");
         assert_eq!(answer["builders"][0]["backend"], backend);
-        assert!(answer["builders"][0]["steps"].as_u64().unwrap() >= 8);
+        assert_eq!(answer["builders"][0]["layers"], 2);
+        assert!(answer["builders"][0]["steps"].as_u64().unwrap() >= 24);
         assert_eq!(answer["fallback_steps"], 0);
-    }
+        answer["outputs"][0].clone()
+    };
+    let flash_attn = answer("FLASH_ATTN");
+    assert_eq!(
+        flash_attn["prompt_token_ids"],
+        serde_json::json!([40, 5, 77])
+    );
+    assert_eq!(flash_attn["output_token_ids"].as_array().unwrap().len(), 24);
+    assert_eq!(flash_attn["finish_reason"], "length");
+    assert_eq!(
+        flash_attn["output_token_ids"],
+        answer("FLASHINFER")["output_token_ids"]
+    );
 }
 
 #[test]
@@ -124,9 +124,10 @@ fn bad_models_get_one_line() {
 
 #[test]
 fn bad_requests_get_one_line() {
-    let long = "t1 ".repeat(600);
-    generate(&["--prompt", &long]).fails(4, &["600", "512"]);
-    generate(&["--prompt", "t1", "--temperature", "-1"]).fails(2, &["temperature", "-1"]);
+    let long = "t5 ".repeat(600);
+    generate(&["--prompt", &long, "--max-model-len", "512"]).fails(4, &["600", "512"]);
+    generate(&["--prompt", "t5", "--max-model-len", "4096"]).fails(4, &["4096", "max_model_len"]);
+    generate(&["--prompt", "t1", "--temperature=-1"]).fails(2, &["temperature", "-1"]);
     generate(&["--prompt", "t1", "--top-p", "1.5"]).fails(2, &["top-p", "1.5"]);
     generate(&["--prompt", "t1", "--attention-backend", "MAGIC"]).fails(2, &["MAGIC"]);
     generate(&["--prompt", "t1", "--attention-backend", "TRITON_ATTN"]).fails(4, &["TRITON_ATTN"]);

@@ -43,9 +43,9 @@ impl Host {
                 "--max-tokens",
                 "500",
             ])
-            .args([
-                "--prompt", "t1", "--prompt", "t2", "--prompt", "t3", "--prompt", "t185",
-            ])
+            // Four at a time, so that there is time to look.
+            .args(["--max-num-seqs", "4"])
+            .args((0..40).flat_map(|index| ["--prompt".to_owned(), format!("t{}", 40 + index)]))
             .args(extra)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -263,8 +263,12 @@ mod tests {
         let _server = Server::start(&path, Echo).unwrap();
         for (request, expected) in [
             (
-                "GET / HTTP/1.1\n".to_owned(),
-                "the request is not understood",
+                "GET / HTTP/1.1\r\n\r\n".to_owned(),
+                "HTTP/1.1 404 Not Found",
+            ),
+            (
+                "GET /metrics HTTP/1.1\r\n\r\n".to_owned(),
+                "HTTP/1.1 200 OK",
             ),
             ("\n".to_owned(), "the request is not understood"),
             (

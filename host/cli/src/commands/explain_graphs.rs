@@ -9,6 +9,7 @@ use timetable_attention::graphs::{
 };
 use timetable_types::{CudagraphMode, CudagraphSupport};
 
+use super::ask;
 use super::backends::capability;
 use super::{print, print_json};
 use crate::cli::ExplainGraphs;
@@ -21,7 +22,7 @@ pub fn run(arguments: &ExplainGraphs) -> Result<(), Failure> {
     let groups = arguments
         .backend
         .iter()
-        .map(|text| group(&registry, device, text))
+        .map(|text| group(&registry, device, text, arguments.num_speculative_tokens))
         .collect::<Result<Vec<GroupSupport>, Failure>>()?;
     let query_len = 1 + arguments.num_speculative_tokens;
     let sizes = if arguments.cudagraph_capture_sizes.is_empty() {
@@ -91,8 +92,14 @@ fn mode(text: &str) -> Result<CudagraphMode, Failure> {
         })
 }
 
-/// `NAME`, whose builder says what it supports, or `NAME=SUPPORT`.
-fn group(registry: &BackendRegistry, device: Device, text: &str) -> Result<GroupSupport, Failure> {
+/// `NAME`, whose builder says what it supports, or `NAME=SUPPORT`. Where this binary has the component, the component is
+/// asked; else the field's recorded answer stands.
+fn group(
+    registry: &BackendRegistry,
+    device: Device,
+    text: &str,
+    num_speculative_tokens: u32,
+) -> Result<GroupSupport, Failure> {
     let (name, given) = match text.split_once('=') {
         Some((name, support)) => (name, Some(support)),
         None => (text, None),
@@ -111,7 +118,11 @@ fn group(registry: &BackendRegistry, device: Device, text: &str) -> Result<Group
         .row(&name, device)
         .map_err(Failure::of(Exit::Usage))?;
     let support = match given {
-        None => row.builder.cudagraph_support,
+        None => match device.capability() {
+            Some(capability) => ask::builder_info(&name, capability, num_speculative_tokens)?
+                .map_or(row.builder.cudagraph_support, |info| info.cudagraph_support),
+            None => row.builder.cudagraph_support,
+        },
         Some(given) => CudagraphSupport::ALL
             .iter()
             .copied()

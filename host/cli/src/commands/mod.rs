@@ -1,5 +1,6 @@
 //! One module a command.
 
+mod ask;
 pub mod backends;
 pub mod build;
 pub mod components;

@@ -283,9 +283,11 @@ impl ModelConfig {
     /// Parses the text of a `config.json`; `path` is for messages.
     fn from_hf_json(text: &[u8], path: &Path) -> Result<Self, ModelError> {
         let corrupt = |what: String| ModelError::corrupt(path, what);
-        let json: HfConfig = serde_json::from_slice(text)
-            .map_err(|e| corrupt(format!("it is not a decoder's config.json: {e}")))?;
-        let architecture = Architecture::parse(&json.model_type, path)?;
+        let not_a_config = |e| corrupt(format!("it is not a decoder's config.json: {e}"));
+        // Other architectures need not have these fields: what the model is comes first.
+        let kind: HfModelType = serde_json::from_slice(text).map_err(not_a_config)?;
+        let architecture = Architecture::parse(&kind.model_type, path)?;
+        let json: HfConfig = serde_json::from_slice(text).map_err(not_a_config)?;
         if json
             .hidden_act
             .as_deref()
@@ -467,8 +469,12 @@ fn token_list(value: Option<&Value>) -> Vec<u32> {
 }
 
 #[derive(Deserialize)]
-struct HfConfig {
+struct HfModelType {
     model_type: String,
+}
+
+#[derive(Deserialize)]
+struct HfConfig {
     vocab_size: u64,
     hidden_size: u64,
     intermediate_size: u64,
