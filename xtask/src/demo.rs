@@ -1,5 +1,5 @@
-//! `cargo xtask demo`: several prompts are answered by a real model, every step's attention metadata made by a WebAssembly
-//! component; while the answers stream, a component with another split policy takes its place.
+//! `cargo xtask demo`: several prompts are continued by a real model, every step's attention metadata made by a WebAssembly
+//! component; while the text streams, a component with another split policy takes its place.
 
 use std::path::Path;
 use std::process::{Child, Command};
@@ -10,10 +10,10 @@ use anyhow::{Context, Result, bail};
 use crate::process::{heading, output};
 
 const PROMPTS: [&str; 4] = [
-    "Explain in a few sentences why trains need a timetable.",
-    "Write a short story about a night train and its conductor.",
-    "What does an attention layer in a language model do?",
-    "Describe how to change a wheel while the car is driving. Is it wise?",
+    "The night train left the station at ten, and the conductor",
+    "A timetable tells passengers when",
+    "To bake a good loaf of bread, start with",
+    "The history of the railway began when",
 ];
 
 pub fn run(arguments: &[String]) -> Result<()> {
@@ -33,10 +33,9 @@ pub fn run(arguments: &[String]) -> Result<()> {
     let socket = directory.join("admin.sock").to_string_lossy().into_owned();
     let replacement = guests.join("flash-attn-fixed-split.wasm");
 
-    heading("the model answers, its builder a component: FLASH_ATTN, balanced splits");
+    heading("the model writes, its builder a component: FLASH_ATTN, balanced splits");
     let mut generate = Command::new(&host);
     generate.arg("generate").arg("--model").arg(&model).args([
-        "--chat",
         "--ignore-eos",
         "--max-tokens",
         "192",
@@ -61,11 +60,11 @@ pub fn run(arguments: &[String]) -> Result<()> {
     if !status.success() {
         bail!("timetable generate failed ({status})");
     }
-    eprintln!("\nEvery prompt was answered; no step waited for the swap.");
+    eprintln!("\nEvery text was written to its end; no step waited for the swap.");
     Ok(())
 }
 
-/// Replaces the builder once answers stream, waits until the new one has built some steps, and shows the table.
+/// Replaces the builder once text streams, waits until the new one has built some steps, and shows the table.
 fn swap_while_running(
     host: &str,
     socket: &str,

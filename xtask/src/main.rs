@@ -91,7 +91,8 @@ fn wasm_target() -> Result<()> {
 /// Builds the host, which has the reference components in it, and writes them to `target/guests`.
 fn guests() -> Result<PathBuf> {
     wasm_target()?;
-    process::cargo(&["build", "--release", "--package", "timetable"])?;
+    // With the workspace's features, so that `test` and `demo` share what they compile.
+    process::cargo(&["build", "--release", "--workspace", "--bin", "timetable"])?;
     let directory = target_dir().join("guests");
     process::run(
         &host(),

@@ -17,8 +17,10 @@ pub use server::{Control, Server};
 
 use serde::{Deserialize, Serialize};
 
-/// The largest component that a reload may bring, in bytes.
-pub const COMPONENT_BYTES_MAX: u64 = 64 << 20;
+/// The largest component that a reload may bring, in bytes: what the sandbox looks at.
+pub fn component_bytes_max() -> u64 {
+    timetable_sandbox::Limits::default().max_component_bytes as u64
+}
 
 /// The longest line of JSON either side accepts, in bytes.
 const LINE_BYTES_MAX: u64 = 4 << 20;

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::{COMPONENT_BYTES_MAX, LINE_BYTES_MAX, Request, Response, metrics, prepare};
+use super::{LINE_BYTES_MAX, Request, Response, component_bytes_max, metrics, prepare};
 use crate::exit::{Exit, Failure};
 
 /// How long a client may take to send its request. A slow client delays other clients, never a step.
@@ -166,9 +166,10 @@ fn handle(
             origin,
             component_bytes,
         } => {
-            if component_bytes > COMPONENT_BYTES_MAX {
+            let max = component_bytes_max();
+            if component_bytes > max {
                 return Err(format!(
-                    "{origin}: {component_bytes} bytes are more than a component may have ({COMPONENT_BYTES_MAX})"
+                    "{origin}: {component_bytes} bytes are more than a component may have ({max})"
                 ));
             }
             let mut component = Vec::new();

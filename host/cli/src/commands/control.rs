@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::table::table;
 use super::{print, print_json};
-use crate::admin::{self, COMPONENT_BYTES_MAX, Request};
+use crate::admin::{self, Request, component_bytes_max};
 use crate::cli::{AdminArgs, Builders, Reload, Rollback};
 use crate::exit::{Exit, Failure};
 
@@ -22,9 +22,10 @@ pub fn reload(arguments: Reload) -> Result<(), Failure> {
     let size = std::fs::metadata(&arguments.path)
         .map_err(|error| unreadable(format!("cannot be read ({error})")))?
         .len();
-    if size > COMPONENT_BYTES_MAX {
+    let max = component_bytes_max();
+    if size > max {
         return Err(unreadable(format!(
-            "{size} bytes are more than a component may have ({COMPONENT_BYTES_MAX})"
+            "{size} bytes are more than a component may have ({max})"
         )));
     }
     let component = std::fs::read(&arguments.path)
