@@ -76,7 +76,7 @@ fn run(name: &str, rows: u32, bar: Option<f64>) -> [Row; 2] {
     let fuel = sandbox().limits().fuel_for(rows);
     let used = fuel.saturating_sub(guest.fuel_left());
     let (wasm, native) = (times[0].median_ns / 1e3, times[1].median_ns / 1e3);
-    let row = Row::new(format!("build/{name}/{rows} decodes"), wasm, "µs");
+    let row = Row::new(format!("build/{name}/{rows} rows"), wasm, "µs");
     [
         row.clone().at_most(bar).note(format!(
             "p99 {:.2}, fuel {used} of {fuel}; {shape}",

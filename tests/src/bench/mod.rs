@@ -173,6 +173,8 @@ fn compiled_for() -> &'static str {
 /// Rows as aligned columns.
 pub fn table(rows: &[Row]) -> String {
     let mut text = String::new();
+    let names = rows.iter().map(|row| row.name.chars().count());
+    let width = names.max().unwrap_or(0).max(48);
     for row in rows {
         let value = row.value.map_or_else(|| "-".to_owned(), figure);
         let ratio = row
@@ -181,7 +183,7 @@ pub fn table(rows: &[Row]) -> String {
         // Writing to a String cannot fail.
         let _ = write!(
             text,
-            "{:52} {value:>8} {:12} {ratio:>9}  {}",
+            "{:width$} {value:>8} {:12} {ratio:>9}  {}",
             row.name,
             row.unit,
             row.to.as_deref().unwrap_or("")
