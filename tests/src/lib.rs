@@ -1,5 +1,6 @@
-//! What the tests that cross crates share. Knows no test.
+//! What the tests that cross crates share, and the benchmarks. Knows no test.
 
+pub mod bench;
 pub mod candle_reference;
 pub mod drive;
 pub mod naive;

@@ -2,15 +2,28 @@
 
 use anyhow::Result;
 
-use crate::process::{cargo_program, run_with};
+use crate::process::{cargo_program, heading, run_with};
 
 pub fn run(arguments: &[String]) -> Result<()> {
     crate::wasm_target()?;
-    let model = crate::model()?.to_string_lossy().into_owned();
-    let target = crate::target_dir()
-        .join("native")
-        .to_string_lossy()
-        .into_owned();
+    let path = |name: &str| {
+        crate::target_dir()
+            .join(name)
+            .to_string_lossy()
+            .into_owned()
+    };
+    let (target, venv) = (path("native"), path("bench-venv"));
+    let mut environment = vec![
+        // For this machine's own CPU, in a target directory of its own: another RUSTFLAGS would rebuild everything else.
+        ("RUSTFLAGS", "-C target-cpu=native"),
+        ("CARGO_TARGET_DIR", target.as_str()),
+        // Where the peer is installed when it is asked for and not there.
+        ("TIMETABLE_BENCH_VENV", venv.as_str()),
+    ];
+    let model = model_for(arguments);
+    if let Some(model) = &model {
+        environment.push(("TIMETABLE_MODEL", model));
+    }
     let mut cargo = vec![
         "run",
         "--quiet",
@@ -22,14 +35,26 @@ pub fn run(arguments: &[String]) -> Result<()> {
         "--",
     ];
     cargo.extend(arguments.iter().map(String::as_str));
-    // For this machine's own CPU, in a target directory of its own: another RUSTFLAGS would rebuild everything else.
-    run_with(
-        &cargo_program(),
-        &cargo,
-        &[
-            ("RUSTFLAGS", "-C target-cpu=native"),
-            ("CARGO_TARGET_DIR", &target),
-            ("TIMETABLE_MODEL", &model),
-        ],
-    )
+    heading("building the benchmarks for this machine's CPU (the first time, about ten minutes)");
+    run_with(&cargo_program(), &cargo, &environment)
+}
+
+/// The default model, for the benchmarks that run it. Without a network the others can still be measured; the program says
+/// which were not.
+fn model_for(arguments: &[String]) -> Option<String> {
+    let mut names = arguments
+        .iter()
+        .filter(|argument| !argument.starts_with('-'));
+    let asked = arguments.iter().all(|argument| argument.starts_with('-'))
+        || names.any(|name| name == "decode");
+    if !asked || arguments.iter().any(|argument| argument == "--list") {
+        return None;
+    }
+    match crate::model() {
+        Ok(path) => Some(path.to_string_lossy().into_owned()),
+        Err(error) => {
+            eprintln!("xtask: no default model, decode is left out: {error:#}");
+            None
+        }
+    }
 }

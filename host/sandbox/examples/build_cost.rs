@@ -1,5 +1,5 @@
-//! What components cost in the step path: a build bare, through a group, and with address space reserved for elided bounds
-//! checks; a swap; a recovery.
+//! What a component's build costs bare, through a group, and with address space reserved for elided bounds checks; fuel of
+//! long prefills. For any component file; the embedded ones, swaps included, are `cargo xtask bench build reload`.
 //!
 //! `cargo run --release -p timetable-sandbox --example build_cost -- flash-attn-builder.wasm flashinfer-builder.wasm`
 
@@ -10,7 +10,7 @@ use std::{convert::Infallible, time::Instant};
 
 use timetable_attention::MetadataBuilder;
 use timetable_sandbox::{
-    GroupBuilder, GroupSetup, Limits, Sandbox, WasmBuilder, measure::interleaved, version_of,
+    GroupBuilder, GroupSetup, Limits, Sandbox, WasmBuilder, measure::interleaved,
 };
 use timetable_types::{BuilderConfig, CommonAttentionMetadata, Family, Metadata};
 
@@ -118,9 +118,6 @@ fn main() {
             println!("  fuel {used}");
         }
         fuel_of_prefills(&small, &component);
-        if component.family() == Family::FlashAttn {
-            swaps(&small, &component, &path);
-        }
     }
 }
 
@@ -149,38 +146,4 @@ fn fuel_of_prefills(sandbox: &Sandbox, component: &timetable_sandbox::Component)
             granted - left
         );
     }
-}
-
-/// What the step thread pays at a step boundary that swaps, and what an instance costs.
-fn swaps(sandbox: &Sandbox, component: &timetable_sandbox::Component, path: &str) {
-    let (config, _) = batch(64);
-    println!("version {}", version_of(component, &config));
-    let setup = GroupSetup {
-        name: "bench".into(),
-        config: config.clone(),
-        plain: support::Plain::boxed(),
-        acceptance: None,
-    };
-    let mut group = GroupBuilder::new(sandbox, setup, component, path).expect("a group");
-    let handle = group.handle();
-    let mut swaps: Vec<u128> = (0..200)
-        .map(|_| {
-            handle.reload_component(component, path).expect("reloads");
-            let start = Instant::now();
-            assert!(group.step_boundary());
-            start.elapsed().as_nanos()
-        })
-        .collect();
-    swaps.sort_unstable();
-    let mut boundary = || assert!(!group.step_boundary());
-    let mut instance = || drop(WasmBuilder::new(component, &config).expect("constructs"));
-    let idle = interleaved(ROUNDS, 1000, &mut [&mut boundary]);
-    let made = interleaved(ROUNDS, 10, &mut [&mut instance]);
-    println!(
-        "swap at a step boundary: median {} ns, max {} ns; boundary without news: {:.1} ns; instance made and dropped: {:.1} µs",
-        swaps[100],
-        swaps[199],
-        idle[0].median_ns,
-        made[0].median_ns / 1e3
-    );
 }

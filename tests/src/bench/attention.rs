@@ -2,8 +2,6 @@
 //! many bytes by as many threads.
 //!
 //! "cpu ns" is the processor time of all threads per (query head · key), which a busy machine disturbs less than wall time.
-//!
-//!     cargo run --release -p timetable-device --example bench_attention
 
 use std::{hint::black_box, time::Instant};
 
@@ -14,6 +12,8 @@ use timetable_device::cpu::{
 };
 use timetable_types::{Causal, Family, Input, Metadata, Tensor, flash_attn};
 
+use super::Row;
+
 struct Case {
     name: &'static str,
     requests: usize,
@@ -23,16 +23,7 @@ struct Case {
     heads: (usize, usize, usize),
 }
 
-fn main() {
-    println!(
-        "instruction set {}, {} threads; median of repeated runs",
-        instruction_set(),
-        rayon::current_num_threads()
-    );
-    println!(
-        "{:42} {:>5} {:>10} {:>7} {:>7} {:>7} {:>7} {:>12}",
-        "case", "dtype", "µs", "ns", "cpu ns", "GB/s", "memcpy", "GFLOP/cpu s"
-    );
+pub(super) fn measure() -> Vec<Row> {
     let cases = [
         Case {
             name: "decode 256 × 500, 9/3 heads of 64",
@@ -91,14 +82,16 @@ fn main() {
             heads: (32, 8, 128),
         },
     ];
+    let mut rows = Vec::new();
     for case in &cases {
         for dtype in [CacheDtype::F32, CacheDtype::Bf16] {
-            run(case, dtype);
+            rows.extend(run(case, dtype));
         }
     }
+    rows
 }
 
-fn run(case: &Case, dtype: CacheDtype) {
+fn run(case: &Case, dtype: CacheDtype) -> Vec<Row> {
     let (num_heads, num_kv_heads, head_size) = case.heads;
     let config = AttentionConfig {
         num_heads,
@@ -146,7 +139,7 @@ fn run(case: &Case, dtype: CacheDtype) {
     let attention = new_impl(Family::FlashAttn, config).expect("a valid config");
     let query = vec![0.5; tokens * num_heads * head_size];
     let mut output = vec![0.0; query.len()];
-    let (seconds, cpu_seconds) = median(|| {
+    let (seconds, cpu_seconds) = timed(|| {
         attention
             .forward(black_box(&query), &cache, Some(&step), &mut output, None)
             .expect("shapes fit");
@@ -158,24 +151,36 @@ fn run(case: &Case, dtype: CacheDtype) {
     let pairs = (keys * num_heads) as f64;
     let bytes = cache.bytes().len() as f64;
     let mut copy = vec![0u8; cache.bytes().len()];
-    let (copy_seconds, _) = median(|| {
+    let (copy_seconds, _) = timed(|| {
         let chunk = copy.len().div_ceil(rayon::current_num_threads());
         copy.par_chunks_mut(chunk)
             .zip(cache.bytes().par_chunks(chunk))
             .for_each(|(to, from)| to.copy_from_slice(black_box(from)));
         black_box(&copy);
     });
-    println!(
-        "{:42} {:>5} {:>10.1} {:>7.2} {:>7.2} {:>7.1} {:>7.1} {:>12.1}",
+    let name = format!(
+        "attention/{}, {}",
         case.name,
-        format!("{dtype:?}").to_lowercase(),
-        seconds * 1e6,
-        seconds * 1e9 / pairs,
-        cpu_seconds * 1e9 / pairs,
-        bytes / seconds / 1e9,
-        bytes / copy_seconds / 1e9,
-        pairs * head_size as f64 * 4.0 / cpu_seconds / 1e9
+        format!("{dtype:?}").to_lowercase()
     );
+    let mut rows = vec![
+        Row::new(&name, seconds * 1e9 / pairs, "ns/head·key").note(format!(
+            "cpu ns {:.2}, {:.1} µs a call, {:.1} GFLOP a cpu second, {}",
+            cpu_seconds * 1e9 / pairs,
+            seconds * 1e6,
+            pairs * head_size as f64 * 4.0 / cpu_seconds / 1e9,
+            instruction_set()
+        )),
+    ];
+    // A prefill reads a key once for many tokens: it is bound by arithmetic.
+    if case.q_len == 1 {
+        let copied = bytes / copy_seconds / 1e9;
+        rows.push(
+            Row::new(name, bytes / seconds / 1e9, "GB/s")
+                .against(copied, format!("memcpy, {copied:.1} GB/s")),
+        );
+    }
+    rows
 }
 
 fn metadata(case: &Case, tokens: usize) -> Metadata {
@@ -209,7 +214,7 @@ fn metadata(case: &Case, tokens: usize) -> Metadata {
 
 /// Seconds of one call: the median of as many as fit in 0.4 s, at least 5, after one to warm up; and the mean processor
 /// time.
-fn median(mut call: impl FnMut()) -> (f64, f64) {
+fn timed(mut call: impl FnMut()) -> (f64, f64) {
     call();
     let begin = Instant::now();
     let cpu = cpu_seconds();
