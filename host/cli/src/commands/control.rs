@@ -76,7 +76,7 @@ fn changed(backend: &str, arguments: &AdminArgs, answer: &Value) -> Result<(), F
     )
 }
 
-/// The table for people, and below it the last faults.
+/// The table for people, and below it the last faults and the CUDA graph mode.
 fn render(answer: &Value) -> String {
     let empty = Vec::new();
     let builders = answer["builders"].as_array().unwrap_or(&empty);
@@ -113,7 +113,25 @@ fn render(answer: &Value) -> String {
             ));
         }
     }
+    text.push_str(&graph_mode(&answer["cudagraph_mode"]));
     text
+}
+
+/// The CUDA graph mode that survived start-up, and why it is not the configured one.
+fn graph_mode(mode: &Value) -> String {
+    let Some(survived) = mode["survived"].as_str() else {
+        return String::new();
+    };
+    let mut line = format!(
+        "CUDA graph mode: {survived} (configured: {})",
+        mode["configured"].as_str().unwrap_or("?")
+    );
+    for change in mode["changes"].as_array().into_iter().flatten() {
+        line.push_str("; ");
+        line.push_str(change["reason"].as_str().unwrap_or("?"));
+    }
+    line.push('\n');
+    line
 }
 
 fn row(builder: &Value) -> Vec<String> {
@@ -180,7 +198,10 @@ mod tests {
             "splits": { "mean": 2.5, "max": 4 }, "work_items": { "mean": 10.0, "max": 16 },
             "faults": { "trap": 1 },
             "fault_records": [{ "kind": "trap", "message": "unreachable", "version": "0123456789abcdef0123", "count": 1 }],
-        }]});
+        }], "cudagraph_mode": {
+            "configured": "FULL", "survived": "NONE",
+            "changes": [{ "from": "FULL", "to": "NONE", "reason": "no graphs here" }],
+        }});
         let text = render(&answer);
         for expected in [
             "FLASH_ATTN",
@@ -189,6 +210,7 @@ mod tests {
             "2.1 µs",
             "2.5",
             "1 × trap in 0123456789ab: unreachable",
+            "\nCUDA graph mode: NONE (configured: FULL); no graphs here\n",
         ] {
             assert!(text.contains(expected), "{expected} is missing in\n{text}");
         }

@@ -193,5 +193,7 @@ fn report(
             "output": mean_us(stats.total.output_ns),
         },
         "builders": builders["builders"],
+        "cudagraph_mode": builders["cudagraph_mode"],
+        "hazards": builders["hazards"],
     })
 }
