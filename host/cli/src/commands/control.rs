@@ -11,7 +11,7 @@ use crate::cli::{AdminArgs, Builders, Reload, Rollback};
 use crate::exit::{Exit, Failure};
 
 /// Sends a component to the running host.
-pub fn reload(arguments: Reload) -> Result<(), Failure> {
+pub fn reload(arguments: &Reload) -> Result<(), Failure> {
     let path = arguments.path.display();
     let unreadable = |what: String| {
         Failure::new(
@@ -39,7 +39,7 @@ pub fn reload(arguments: Reload) -> Result<(), Failure> {
 }
 
 /// Returns to the version before.
-pub fn rollback(arguments: Rollback) -> Result<(), Failure> {
+pub fn rollback(arguments: &Rollback) -> Result<(), Failure> {
     let request = Request::Rollback {
         backend: arguments.backend.clone(),
     };
@@ -48,7 +48,7 @@ pub fn rollback(arguments: Rollback) -> Result<(), Failure> {
 }
 
 /// Shows the table of builders.
-pub fn builders(arguments: Builders) -> Result<(), Failure> {
+pub fn builders(arguments: &Builders) -> Result<(), Failure> {
     let answer = admin::call(&socket(&arguments.admin), &Request::Builders, &[])?;
     if arguments.admin.json {
         return print_json(&answer);

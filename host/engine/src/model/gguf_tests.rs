@@ -150,7 +150,7 @@ fn missing_and_misshapen_parts_are_named() {
     );
     let text = refusal(&base.clone().uint("llama.expert_count", 8).bytes());
     assert!(text.contains("8 experts"), "{text}");
-    let text = refusal(&base.clone().text("llama.rope.scaling.type", "yarn").bytes());
+    let text = refusal(&base.text("llama.rope.scaling.type", "yarn").bytes());
     assert!(text.contains("'yarn'"), "{text}");
     assert!(refusal(&tiny_model("qwen3").bytes()).contains("attn_q_norm"));
     assert!(refusal(&tiny_model("qwen2").bytes()).contains("attn_q.bias"));

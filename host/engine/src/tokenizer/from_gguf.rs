@@ -278,7 +278,7 @@ fn add_special_tokens(
         }
         match kind as u32 {
             CONTROL | UNKNOWN => {
-                special.push(AddedToken::from(text.clone(), true).normalized(false))
+                special.push(AddedToken::from(text.clone(), true).normalized(false));
             }
             USER_DEFINED => plain.push(AddedToken::from(text.clone(), false).normalized(false)),
             _ => {}
