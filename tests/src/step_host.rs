@@ -1,6 +1,8 @@
 //! A step's host work: everything of a step but the model's forward pass and sampling, with a model that computes nothing.
 
-use timetable_engine::{BuilderSource, CacheSize, EngineConfig, StepTimings, runner::NullModel};
+use timetable_engine::{
+    BuilderSource, CacheSize, EngineConfig, StepTimings, backend_name, runner::NullModel,
+};
 use timetable_types::Family;
 
 use crate::drive;
@@ -26,7 +28,7 @@ pub fn measure(
     steps: usize,
 ) -> StepHostWork {
     let config = EngineConfig {
-        attention_backend: family,
+        attention_backend: Some(backend_name(family).to_owned()),
         max_num_seqs: requests,
         max_num_batched_tokens: 8192,
         max_model_len: Some(8192),

@@ -9,7 +9,7 @@ use std::{
 };
 
 use timetable_engine::{
-    BuilderSource, CacheSize, Engine, EngineConfig, GenerationRequest,
+    BuilderSource, CacheSize, Engine, EngineConfig, GenerationRequest, backend_name,
     model::{LoadOptions, Model, Weights},
     tokenizer::Tokenizer,
 };
@@ -137,7 +137,7 @@ impl Report {
 
 fn engine(weights: Weights, family: Family, path: &Path) -> Engine {
     let config = EngineConfig {
-        attention_backend: family,
+        attention_backend: Some(backend_name(family).to_owned()),
         max_num_seqs: PROMPTS.len(),
         // Less than the prompts together, so that prompts are cut and steps mix prefills and decodes.
         max_num_batched_tokens: 96,

@@ -174,6 +174,10 @@ pub struct AttentionArgs {
     /// Element type of the KV cache
     #[arg(long, value_enum, default_value_t = KvCacheDtypeArg::Auto)]
     pub kv_cache_dtype: KvCacheDtypeArg,
+
+    /// The CUDA graph mode to ask for: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE
+    #[arg(long, value_name = "MODE", default_value = "FULL_AND_PIECEWISE")]
+    pub cudagraph_mode: String,
 }
 
 #[derive(Debug, Args)]

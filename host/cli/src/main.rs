@@ -22,14 +22,14 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .init();
     let result = match cli.command {
-        Command::Generate(arguments) => commands::generate::run(arguments),
-        Command::Reload(arguments) => commands::control::reload(arguments),
-        Command::Rollback(arguments) => commands::control::rollback(arguments),
-        Command::Builders(arguments) => commands::control::builders(arguments),
-        Command::Build(arguments) => commands::build::run(arguments),
+        Command::Generate(arguments) => commands::generate::run(&arguments),
+        Command::Reload(arguments) => commands::control::reload(&arguments),
+        Command::Rollback(arguments) => commands::control::rollback(&arguments),
+        Command::Builders(arguments) => commands::control::builders(&arguments),
+        Command::Build(arguments) => commands::build::run(&arguments),
         Command::Backends(arguments) => commands::backends::run(&arguments),
         Command::ExplainGraphs(arguments) => commands::explain_graphs::run(&arguments),
-        Command::Components(arguments) => commands::components::run(arguments),
+        Command::Components(arguments) => commands::components::run(&arguments),
         Command::Completions(arguments) => commands::completions(arguments.shell),
     };
     match result {

@@ -35,6 +35,15 @@ fn both_backends_give_the_same_tokens() {
         assert_eq!(answer["builders"][0]["backend"], backend);
         assert_eq!(answer["builders"][0]["layers"], 2);
         assert!(answer["builders"][0]["steps"].as_u64().unwrap() >= 24);
+        assert_eq!(
+            answer["builders"][0]["layer_names"],
+            serde_json::json!([
+                "model.layers.0.self_attn.attn",
+                "model.layers.1.self_attn.attn"
+            ])
+        );
+        assert_eq!(answer["builders"][0]["kv_cache_group"], 0);
+        assert_eq!(answer["cudagraph_mode"]["survived"], "NONE");
         assert_eq!(answer["fallback_steps"], 0);
         answer["outputs"][0].clone()
     };
@@ -49,6 +58,48 @@ fn both_backends_give_the_same_tokens() {
         flash_attn["output_token_ids"],
         answer("FLASHINFER")["output_token_ids"]
     );
+}
+
+#[test]
+fn the_log_says_which_backend_each_layer_got_and_what_became_of_the_graph_mode() {
+    let model = tiny_llama();
+    let logged = |mode: &str| {
+        let mut command = timetable();
+        command
+            .env("TIMETABLE_LOG", "info")
+            .args(["generate", "--model", model.to_str().unwrap()])
+            .args(["--admin", "none", "--num-gpu-blocks-override", "64"])
+            .args(["--prompt", "t1", "--max-tokens", "1", "--json"])
+            .args(["--attention-backend", "auto", "--cudagraph-mode", mode]);
+        let ran = support::Ran::from(command.output().unwrap());
+        (ran.succeeds().json(), ran.stderr)
+    };
+    let (answer, log) = logged("FULL");
+    let reason = "CUDAGraphMode.FULL is not used with a platform that cannot capture graphs; setting cudagraph_mode=NONE";
+    for (level, part) in [
+        (
+            "INFO",
+            "Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN', 'FLASHINFER'].",
+        ),
+        (
+            "INFO",
+            "model.layers.0.self_attn.attn … model.layers.1.self_attn.attn (2 layers): FLASH_ATTN (FULL_ATTENTION",
+        ),
+        ("WARN", reason),
+    ] {
+        assert!(
+            log.lines()
+                .any(|line| line.contains(level) && line.contains(part)),
+            "{level} {part} is missing in\n{log}"
+        );
+    }
+    assert_eq!(answer["cudagraph_mode"]["configured"], "FULL");
+    assert_eq!(answer["cudagraph_mode"]["changes"][0]["reason"], reason);
+    assert_eq!(answer["hazards"][0]["message"], reason);
+
+    let (answer, _) = logged("none");
+    assert_eq!(answer["cudagraph_mode"]["changes"], serde_json::json!([]));
+    assert_eq!(answer["hazards"], serde_json::json!([]));
 }
 
 #[test]
@@ -130,6 +181,8 @@ fn bad_requests_get_one_line() {
     generate(&["--prompt", "t1", "--temperature=-1"]).fails(2, &["temperature", "-1"]);
     generate(&["--prompt", "t1", "--top-p", "1.5"]).fails(2, &["top-p", "1.5"]);
     generate(&["--prompt", "t1", "--attention-backend", "MAGIC"]).fails(2, &["MAGIC"]);
+    generate(&["--prompt", "t1", "--cudagraph-mode", "MAGIC"])
+        .fails(2, &["--cudagraph-mode MAGIC", "FULL_AND_PIECEWISE"]);
     generate(&["--prompt", "t1", "--attention-backend", "TRITON_ATTN"]).fails(4, &["TRITON_ATTN"]);
     generate(&["--prompt", "t1", "--builder", "FLASHINFER=x.wasm"])
         .fails(2, &["FLASHINFER", "FLASH_ATTN"]);

@@ -2,6 +2,8 @@
 
 mod support;
 
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
@@ -149,6 +151,48 @@ fn a_builder_is_replaced_and_rolled_back_while_answers_stream() {
     assert_eq!(disturbed["failed_steps"], 0);
     assert_eq!(disturbed["fallback_steps"], 0);
     assert_eq!(tokens(&disturbed), tokens(&undisturbed));
+}
+
+#[test]
+fn a_host_says_which_layers_each_backend_serves_and_which_graph_mode_survived() {
+    let host = Host::start(&[]);
+    let table = host.wait_for(|_| true);
+    assert_eq!(
+        table["builders"][0]["layer_names"]
+            .as_array()
+            .unwrap()
+            .len(),
+        2
+    );
+    assert_eq!(table["cudagraph_mode"]["configured"], "FULL_AND_PIECEWISE");
+    assert_eq!(table["cudagraph_mode"]["survived"], "NONE");
+    let reason = table["cudagraph_mode"]["changes"][0]["reason"]
+        .as_str()
+        .unwrap();
+    assert_eq!(table["hazards"][0]["message"], reason);
+    let text = run(&["builders", "--admin", &host.socket]);
+    let line = format!("CUDA graph mode: NONE (configured: FULL_AND_PIECEWISE); {reason}");
+    assert!(
+        text.succeeds().stdout.lines().any(|found| found == line),
+        "{}",
+        text.stdout
+    );
+
+    let mut stream = UnixStream::connect(&host.socket).unwrap();
+    stream
+        .write_all(b"GET /metrics HTTP/1.1\r\nHost: timetable\r\n\r\n")
+        .unwrap();
+    let mut metrics = String::new();
+    stream.read_to_string(&mut metrics).unwrap();
+    for line in [
+        "timetable_cudagraph_mode_info{configured=\"FULL_AND_PIECEWISE\",survived=\"NONE\"} 1",
+        "timetable_attention_backend_info{backend=\"FLASH_ATTN\",group=\"FLASH_ATTN/0\",kv_cache_group=\"0\"} 2",
+    ] {
+        assert!(
+            metrics.lines().any(|found| found == line),
+            "{line} is missing in\n{metrics}"
+        );
+    }
 }
 
 #[test]

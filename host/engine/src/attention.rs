@@ -1,20 +1,25 @@
 //! The engine's attention: layers with their caches, and the groups of layers that share a builder and a step's metadata.
 //!
-//! A group is made of layers that agree in backend, spec (heads, sizes, window) and query heads. All groups share one KV cache
-//! group: one block table, one slot mapping. This module must never know requests or tokens.
+//! Which layers share a group is the plan's matter. All groups share one KV cache group: one block table, one slot mapping.
+//! This module must never know requests or tokens.
+
+mod plan;
+
+pub(crate) use plan::DEVICE;
+pub use plan::{AttentionPlan, backend_name};
 
 use std::cell::{Cell, RefCell};
 
 use timetable_attention::{
     BuildFault, Grant, MetadataBuilder, Refusal, StepInputs, Verifier, VerifyContext,
-    plain_builder, verify_step,
+    group::AttentionGroup, plain_builder, verify_step,
 };
 use timetable_device::cpu::{
-    AttentionConfig, AttentionImpl, KvCache, PrepareError, StepMetadata, new_impl,
+    AttentionConfig, AttentionImpl, CacheDtype, KvCache, PrepareError, StepMetadata, new_impl,
 };
 use timetable_sandbox::{GroupBuilder, GroupSetup, ReloadHandle, Sandbox};
 use timetable_types::{
-    self as types, BuilderConfig, BuilderInfo, CommonAttentionMetadata, Family, Metadata,
+    BuilderConfig, BuilderInfo, CommonAttentionMetadata, Family, KvCacheSpec, Metadata,
 };
 
 use crate::{
@@ -23,17 +28,6 @@ use crate::{
     model::{AttentionError, AttentionLayers, ModelConfig},
     timings::{Lap, StepTimings},
 };
-
-/// The name that operators give a family's backend.
-pub const fn backend_name(family: Family) -> &'static str {
-    match family {
-        Family::FlashAttn => "FLASH_ATTN",
-        Family::Flashinfer => "FLASHINFER",
-        Family::TritonAttn => "TRITON_ATTN",
-        Family::FlashMla => "FLASHMLA",
-        Family::Mamba => "MAMBA",
-    }
-}
 
 /// Why a step has no metadata. Its requests fail with this; the engine lives.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -93,7 +87,7 @@ pub(crate) struct Attention {
     groups: Vec<Group>,
     layers: Vec<Layer>,
     num_blocks: usize,
-    kernel_block_size: usize,
+    plan: AttentionPlan,
 }
 
 /// What a step's builders did.
@@ -104,67 +98,60 @@ pub(crate) struct BuildOutcome {
 }
 
 impl Attention {
-    /// Layers without a cache yet, and their groups in the order of their first layers.
+    /// The plan's layers, without a cache yet, and a builder for each of its groups.
     pub(crate) fn new(
         engine: &EngineConfig,
         model: &ModelConfig,
+        plan: AttentionPlan,
         table_width: usize,
         sandbox: &Sandbox,
         source: &BuilderSource,
     ) -> Result<Self, EngineError> {
-        let kernel_block_size = engine.kernel_block_size.unwrap_or(engine.block_size);
-        let mut windows: Vec<Option<usize>> = Vec::new();
-        let mut names: Vec<Vec<String>> = Vec::new();
-        let mut layers = Vec::with_capacity(model.num_hidden_layers);
-        for index in 0..model.num_hidden_layers {
-            let window = model.layer_sliding_window(index);
-            let group = windows
-                .iter()
-                .position(|&other| other == window)
-                .unwrap_or_else(|| {
-                    windows.push(window);
-                    names.push(Vec::new());
-                    windows.len() - 1
-                });
-            names[group].push(format!("model.layers.{index}.self_attn.attn"));
-            layers.push(Layer {
-                group,
-                attention: new_impl(
-                    engine.attention_backend,
-                    layer_config(engine, model, window, kernel_block_size),
-                )?,
-                cache: empty_cache(engine, model, kernel_block_size, 1),
-            });
-        }
-        let groups = windows
-            .into_iter()
-            .zip(names)
+        let groups = plan
+            .groups()
+            .iter()
             .enumerate()
-            .map(|(index, (window, layer_names))| {
-                let config = builder_config(engine, model, window, table_width, layer_names);
-                Group::new(index, engine.attention_backend, config, sandbox, source)
+            .map(|(index, group)| {
+                let config = plan.builder_config(group, engine, model, table_width)?;
+                let name = format!("{}/{index}", plan.backend());
+                Group::new(name, plan.family(), config, sandbox, source)
             })
-            .collect::<Result<_, _>>()?;
+            .collect::<Result<Vec<_>, EngineError>>()?;
+        let dtype = engine.kv_cache_dtype;
+        let layer = |index| {
+            let group = plan
+                .group_of(index)
+                .expect("the plan puts every layer of the model into a group");
+            let config = &groups[group].config;
+            Ok(Layer {
+                group,
+                attention: new_impl(plan.family(), layer_config(config, dtype))?,
+                cache: empty_cache(&config.kv_cache_spec, dtype, 1),
+            })
+        };
+        let layers = (0..model.num_hidden_layers)
+            .map(layer)
+            .collect::<Result<_, EngineError>>()?;
         Ok(Self {
             groups,
             layers,
             num_blocks: 1,
-            kernel_block_size,
+            plan,
         })
     }
 
     /// Gives every layer a zeroed cache of `num_blocks` blocks of the manager.
-    pub(crate) fn allocate(
-        &mut self,
-        engine: &EngineConfig,
-        model: &ModelConfig,
-        num_blocks: usize,
-    ) {
-        let ratio = engine.block_size / self.kernel_block_size;
-        self.num_blocks = num_blocks * ratio;
+    pub(crate) fn allocate(&mut self, engine: &EngineConfig, num_blocks: usize) {
+        self.num_blocks = num_blocks * (engine.block_size / self.plan.kernel_block_size());
         for layer in &mut self.layers {
-            layer.cache = empty_cache(engine, model, self.kernel_block_size, self.num_blocks);
+            let spec = &self.groups[layer.group].config.kv_cache_spec;
+            layer.cache = empty_cache(spec, engine.kv_cache_dtype, self.num_blocks);
         }
+    }
+
+    /// What the rule book said of the layers.
+    pub(crate) fn plan(&self) -> &AttentionPlan {
+        &self.plan
     }
 
     /// Handles of the groups whose builders can be replaced.
@@ -178,19 +165,13 @@ impl Attention {
             .collect()
     }
 
-    /// As [`Attention::reload_handles`], with the number of layers of each group.
-    pub(crate) fn group_handles(&self) -> Vec<(ReloadHandle, usize)> {
-        let layers_of = |group| {
-            self.layers
-                .iter()
-                .filter(|layer| layer.group == group)
-                .count()
-        };
+    /// As [`Attention::reload_handles`], with each group's layers.
+    pub(crate) fn group_handles(&self) -> Vec<(ReloadHandle, &AttentionGroup)> {
         self.groups
             .iter()
-            .enumerate()
-            .filter_map(|(index, group)| match &group.builder {
-                StepBuilder::Sandboxed(builder) => Some((builder.handle(), layers_of(index))),
+            .zip(self.plan.groups())
+            .filter_map(|(group, layers)| match &group.builder {
+                StepBuilder::Sandboxed(builder) => Some((builder.handle(), layers)),
                 StepBuilder::Native { .. } => None,
             })
             .collect()
@@ -235,7 +216,7 @@ impl Attention {
                 &group.verifier,
                 &group.prepared,
                 &context,
-                self.kernel_block_size as u32,
+                group.config.kv_cache_spec.block_size,
                 timings,
             )?;
         }
@@ -261,13 +242,12 @@ impl Attention {
 
 impl Group {
     fn new(
-        index: usize,
+        name: String,
         family: Family,
         config: BuilderConfig,
         sandbox: &Sandbox,
         source: &BuilderSource,
     ) -> Result<Self, EngineError> {
-        let name = format!("{}/{index}", backend_name(family));
         let plain = plain_builder(family, &config).map_err(EngineError::Plain)?;
         let setup = |plain| GroupSetup {
             name: name.clone(),
@@ -408,117 +388,26 @@ impl AttentionLayers for ProfileLayers<'_> {
     }
 }
 
-fn empty_cache(
-    engine: &EngineConfig,
-    model: &ModelConfig,
-    kernel_block_size: usize,
-    num_blocks: usize,
-) -> KvCache {
+fn empty_cache(spec: &KvCacheSpec, dtype: CacheDtype, num_blocks: usize) -> KvCache {
     KvCache::new(
         num_blocks,
-        model.num_key_value_heads,
-        kernel_block_size,
-        model.head_dim,
-        engine.kv_cache_dtype,
+        spec.num_kv_heads as usize,
+        spec.block_size as usize,
+        spec.head_size as usize,
+        dtype,
     )
 }
 
-fn layer_config(
-    engine: &EngineConfig,
-    model: &ModelConfig,
-    window: Option<usize>,
-    kernel_block_size: usize,
-) -> AttentionConfig {
+fn layer_config(config: &BuilderConfig, kv_cache_dtype: CacheDtype) -> AttentionConfig {
+    let spec = &config.kv_cache_spec;
     AttentionConfig {
-        num_heads: model.num_attention_heads,
-        head_size: model.head_dim,
-        scale: model.attention_scale(),
-        num_kv_heads: model.num_key_value_heads,
-        sliding_window: window.map(|window| window as u32),
+        num_heads: config.attention.num_heads as usize,
+        head_size: spec.head_size as usize,
+        scale: config.attention.scale as f32,
+        num_kv_heads: spec.num_kv_heads as usize,
+        sliding_window: spec.sliding_window,
         logits_soft_cap: None,
-        kv_cache_dtype: engine.kv_cache_dtype,
-        block_size: kernel_block_size,
-    }
-}
-
-/// What the builder of a group is made of: layers with `window` (in tokens, the current one included) on a CPU, and block
-/// tables of `table_width` columns.
-pub fn builder_config(
-    engine: &EngineConfig,
-    model: &ModelConfig,
-    window: Option<usize>,
-    table_width: usize,
-    layer_names: Vec<String>,
-) -> BuilderConfig {
-    let dtype = match engine.kv_cache_dtype {
-        timetable_device::cpu::CacheDtype::F32 => types::Dtype::Float32,
-        timetable_device::cpu::CacheDtype::Bf16 => types::Dtype::Bfloat16,
-    };
-    BuilderConfig {
-        kv_cache_spec: types::KvCacheSpec {
-            kind: types::KvCacheSpecKind::FullAttention,
-            block_size: engine.kernel_block_size.unwrap_or(engine.block_size) as u32,
-            num_kv_heads: model.num_key_value_heads as u32,
-            head_size: model.head_dim as u32,
-            head_size_v: model.head_dim as u32,
-            dtype,
-            // Every block of a request is kept, so the spec is that of full attention with a window, as the field merges
-            // them when group-wise freeing is off.
-            sliding_window: window.map(|window| window as u32),
-            attention_chunk_size: None,
-            dcp_sharded: false,
-            mamba: None,
-        },
-        layer_names,
-        attention: types::AttentionConfig {
-            num_heads: model.num_attention_heads as u32,
-            scale: f64::from(model.attention_scale()),
-            logits_soft_cap: None,
-            sliding_windows: vec![window.map_or(-1, |window| window as i32)],
-            model_dtype: types::Dtype::Float32,
-            kv_cache_dtype: match dtype {
-                types::Dtype::Float32 => "auto".to_owned(),
-                _ => "bfloat16".to_owned(),
-            },
-            kv_cache_layout: types::KvCacheLayout::Lbhnc,
-            has_sinks: false,
-            use_rswa: false,
-            rswa_window: 0,
-            kv_lora_rank: 0,
-            qk_rope_head_dim: 0,
-        },
-        scheduler: types::SchedulerConfig {
-            max_num_seqs: engine.max_num_seqs as u32,
-            max_num_batched_tokens: engine.max_num_batched_tokens as u32,
-            max_model_len: engine
-                .max_model_len
-                .unwrap_or(model.max_position_embeddings) as u32,
-            max_num_blocks_per_req: table_width as u32,
-            num_speculative_tokens: 0,
-            parallel_drafting: false,
-        },
-        cudagraph: types::CudagraphConfig {
-            mode: types::CudagraphMode::None,
-            capture_sizes: Vec::new(),
-            max_capture_size: 0,
-        },
-        parallel: types::ParallelConfig {
-            dcp_world_size: 1,
-            dcp_rank: 0,
-            cp_kv_cache_interleave_size: 1,
-            prefill_context_parallel: false,
-        },
-        device: types::DeviceConfig {
-            compute_capability: (0, 0),
-            num_workers: engine.num_workers,
-            ctas_per_worker: 1,
-            flash_attn_version: 0,
-            trtllm_attention: false,
-            xqa: false,
-        },
-        batch_invariant: false,
-        max_num_splits: engine.max_num_splits,
-        model_runner_v2: true,
-        options: engine.builder_options.clone(),
+        kv_cache_dtype,
+        block_size: spec.block_size as usize,
     }
 }

@@ -1,9 +1,12 @@
 //! How an engine is set up, and what can be wrong with that.
 
-use timetable_attention::{BuildFault, MetadataBuilder};
+use timetable_attention::{
+    BuildFault, MetadataBuilder, group::GroupError, kernel_block::KernelBlockError,
+    layout::LayoutError, select::SelectError, spec::SpecError,
+};
 use timetable_device::cpu::{CacheDtype, ImplError};
 use timetable_sandbox::{Component, ReloadError};
-use timetable_types::{BuildError, BuilderConfig, Family};
+use timetable_types::{BuildError, BuilderConfig, CudagraphMode};
 
 use crate::{batch::BlockSizeError, model::ModelError};
 
@@ -19,8 +22,12 @@ pub enum CacheSize {
 /// An engine's settings. Names are the field's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineConfig {
-    /// The family of metadata that the layers read: FLASH_ATTN or FLASHINFER.
-    pub attention_backend: Family,
+    /// The backend of every layer, by its name in capitals: FLASH_ATTN or FLASHINFER. An explicit choice never falls back;
+    /// none: the device's first that serves the model.
+    pub attention_backend: Option<String>,
+    /// The CUDA graph mode that is asked for; see [`Engine::cudagraph_mode`](crate::Engine::cudagraph_mode) for what is left
+    /// of it.
+    pub cudagraph_mode: CudagraphMode,
     /// Requests of one step.
     pub max_num_seqs: usize,
     /// Tokens of one step.
@@ -46,10 +53,11 @@ pub struct EngineConfig {
 }
 
 impl Default for EngineConfig {
-    /// FLASH_ATTN, 256 requests, 2,048 tokens, blocks of 16 tokens, f32, prefix caching, 40 % of memory.
+    /// The backend and graph mode of the field's defaults, 256 requests, 2,048 tokens, blocks of 16 tokens, f32, prefix caching, 40 % of memory.
     fn default() -> Self {
         Self {
-            attention_backend: Family::FlashAttn,
+            attention_backend: None,
+            cudagraph_mode: CudagraphMode::FullAndPiecewise,
             max_num_seqs: 256,
             max_num_batched_tokens: 2048,
             max_model_len: None,
@@ -97,6 +105,27 @@ pub enum EngineError {
         /// What is accepted.
         remedy: &'static str,
     },
+    /// No backend serves the model, or not the one that was asked for.
+    #[error(transparent)]
+    Backend(#[from] SelectError),
+    /// The backend's metadata are of no contract that this engine speaks.
+    #[error("backend {0} has no metadata contract here: choose FLASH_ATTN or FLASHINFER")]
+    NoContract(String),
+    /// A layer's KV cache spec.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// Layers that cannot be grouped.
+    #[error(transparent)]
+    Group(#[from] GroupError),
+    /// No kernel block size.
+    #[error(transparent)]
+    KernelBlock(#[from] KernelBlockError),
+    /// No KV cache layout.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// A hazard that the engine must not start with.
+    #[error("{0}")]
+    Refused(String),
     /// Block sizes that do not divide.
     #[error(transparent)]
     BlockSize(#[from] BlockSizeError),

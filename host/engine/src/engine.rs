@@ -5,12 +5,12 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use timetable_device::cpu::KvCache;
+use timetable_attention::{graphs::Explanation, group::AttentionGroup, report::StartupReport};
 use timetable_sandbox::{ReloadHandle, Sandbox};
 use timetable_types::BuilderInfo;
 
 use crate::{
-    attention::{Attention, StepError},
+    attention::{Attention, AttentionPlan, StepError},
     batch::{BatchShape, InputBatch},
     config::{BuilderSource, CacheSize, EngineConfig, EngineError},
     kv::KvCacheManager,
@@ -23,6 +23,7 @@ use crate::{
     runner::ModelRunner,
     sampling::{Sampler, SamplingParams, StopMatcher},
     scheduler::{Scheduler, SchedulerLimits},
+    startup::Startup,
     timings::{EngineStats, Lap, StepTimings},
     tokenizer::{TextStream, Tokenizer},
 };
@@ -65,6 +66,7 @@ pub struct Engine {
     observer: Option<LogitsObserver>,
     stats: EngineStats,
     num_blocks: usize,
+    startup: Startup,
 }
 
 impl Engine {
@@ -72,13 +74,26 @@ impl Engine {
     /// Without a tokenizer the engine makes no text.
     pub fn new(
         config: &EngineConfig,
+        model: Box<dyn ModelRunner>,
+        tokenizer: Option<Arc<Tokenizer>>,
+        sandbox: &Sandbox,
+        source: &BuilderSource,
+    ) -> Result<Self, EngineError> {
+        let plan = AttentionPlan::new(config, model.config())?;
+        Self::with_plan(config, plan, model, tokenizer, sandbox, source)
+    }
+
+    /// As [`Engine::new`], with the plan that was made of the same config and model: for a caller whose source depends on
+    /// the backend that was chosen.
+    pub fn with_plan(
+        config: &EngineConfig,
+        plan: AttentionPlan,
         mut model: Box<dyn ModelRunner>,
         tokenizer: Option<Arc<Tokenizer>>,
         sandbox: &Sandbox,
         source: &BuilderSource,
     ) -> Result<Self, EngineError> {
         let sizes = model.config().clone();
-        config.check(sizes.max_position_embeddings)?;
         let limits = SchedulerLimits {
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,
@@ -91,16 +106,19 @@ impl Engine {
             max_num_batched_tokens: limits.max_num_batched_tokens,
             max_model_len: limits.max_model_len,
             block_size: config.block_size,
-            kernel_block_size: config.kernel_block_size.unwrap_or(config.block_size),
+            kernel_block_size: plan.kernel_block_size(),
         })?;
-        let mut attention = Attention::new(config, &sizes, batch.table_width(), sandbox, source)?;
+        let width = batch.table_width();
+        let mut attention = Attention::new(config, &sizes, plan, width, sandbox, source)?;
+        let infos = attention.builders().map(|(_, info)| info);
+        let startup = Startup::new(config, attention.plan(), infos)?;
         let num_blocks = match config.cache_size {
             CacheSize::Blocks(blocks) => blocks,
             CacheSize::MemoryFraction(fraction) => {
                 profiled_blocks(config, &limits, &mut *model, &attention, fraction)?
             }
         };
-        attention.allocate(config, &sizes, num_blocks);
+        attention.allocate(config, num_blocks);
         let kv = KvCacheManager::new(num_blocks, config.block_size, config.enable_prefix_caching);
         Ok(Self {
             model,
@@ -117,7 +135,18 @@ impl Engine {
             observer: None,
             stats: EngineStats::default(),
             num_blocks,
+            startup,
         })
+    }
+
+    /// Which backend each layer got, and every hazard that start-up found.
+    pub fn startup_report(&self) -> &StartupReport {
+        &self.startup.report
+    }
+
+    /// The configured CUDA graph mode, each change with its reason, and what survived.
+    pub fn cudagraph_mode(&self) -> &Explanation {
+        &self.startup.cudagraph_mode
     }
 
     /// Blocks of the KV cache, the null block included.
@@ -135,8 +164,8 @@ impl Engine {
         self.attention.reload_handles()
     }
 
-    /// As [`Engine::reload_handles`], with the number of layers of each group.
-    pub fn group_handles(&self) -> Vec<(ReloadHandle, usize)> {
+    /// As [`Engine::reload_handles`], with each group's layers.
+    pub fn group_handles(&self) -> Vec<(ReloadHandle, &AttentionGroup)> {
         self.attention.group_handles()
     }
 
@@ -479,16 +508,9 @@ fn profiled_blocks(
     let used = before + scratch;
     let total = memory::total_bytes();
     let budget = (total as f64 * fraction) as u64;
-    let sizes = model.config();
-    let block_bytes = sizes.num_hidden_layers
-        * KvCache::page_size_bytes(
-            sizes.num_key_value_heads,
-            config.block_size,
-            sizes.head_dim,
-            config.kv_cache_dtype,
-        );
+    let block_bytes = attention.plan().block_bytes();
     let most = limits.max_num_seqs * limits.max_model_len.div_ceil(config.block_size) + 1;
-    let blocks = (budget.saturating_sub(used) / block_bytes as u64).min(most as u64) as usize;
+    let blocks = (budget.saturating_sub(used) / block_bytes).min(most as u64) as usize;
     if blocks < 2 {
         return Err(EngineError::NoMemory {
             fraction,

@@ -2,6 +2,7 @@
 //!
 //! - [`engine::Engine`] is the step loop; [`handle::EngineHandle`] runs one on a thread of its own.
 //! - [`scheduler`], [`kv`] and [`batch`] make each step's rows, blocks and host tensors.
+//! - [`AttentionPlan`] puts the rule book's questions: backend, groups, block sizes; `startup` the rest, and reports.
 //! - `attention` holds the layers' caches and impls, and each attention group's builder.
 //! - [`model`], [`tokenizer`], [`chat`] and [`sampling`] are everything that is not attention.
 //!
@@ -21,10 +22,11 @@ pub mod request;
 pub mod runner;
 pub mod sampling;
 pub mod scheduler;
+mod startup;
 pub mod timings;
 pub mod tokenizer;
 
-pub use attention::{StepError, backend_name, builder_config};
+pub use attention::{AttentionPlan, StepError, backend_name};
 pub use config::{BuilderSource, CacheSize, EngineConfig, EngineError};
 pub use engine::Engine;
 pub use handle::{EngineHandle, RequestEvent, RequestStream};

@@ -3,9 +3,8 @@
 use proptest::prelude::*;
 use timetable_attention::{Grant, PAD_SLOT_ID, Refusal, VerifyContext, verify_step};
 use timetable_engine::{
-    EngineConfig,
+    AttentionPlan, EngineConfig,
     batch::{BatchRow, BatchShape, InputBatch},
-    builder_config,
 };
 use timetable_tests::drive;
 
@@ -41,9 +40,12 @@ fn verified(batch: &InputBatch, max_model_len: usize, num_blocks: u32) -> Result
         ..EngineConfig::default()
     };
     let model = drive::tiny_llama();
-    let names = vec!["layer".to_owned()];
+    let plan = AttentionPlan::new(&engine, model.config()).unwrap();
+    let group = &plan.groups()[0];
     verify_step(&VerifyContext {
-        config: &builder_config(&engine, model.config(), None, batch.table_width(), names),
+        config: &plan
+            .builder_config(group, &engine, model.config(), batch.table_width())
+            .unwrap(),
         common: batch.common(),
         inputs: &batch.inputs(),
         promise: None,

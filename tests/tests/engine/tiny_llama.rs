@@ -9,7 +9,7 @@ use timetable_attention::{BuildFault, MetadataBuilder, plain_builder};
 use timetable_device::cpu::CacheDtype;
 use timetable_engine::{
     BuilderSource, CacheSize, Engine, EngineConfig, FinishReason, GenerationRequest, ModelRunner,
-    RequestError,
+    RequestError, backend_name,
     model::{AttentionLayers, Model, ModelConfig, ModelError},
     sampling::SamplingParams,
     tokenizer::Tokenizer,
@@ -71,7 +71,7 @@ fn the_recorded_engines_tokens_whatever_the_batching() {
                 for (tokens, rows, block_size) in [(64, 8, 32), (512, 12, 16), (37, 5, 8)] {
                     for enable_prefix_caching in [true, false] {
                         let config = EngineConfig {
-                            attention_backend: family,
+                            attention_backend: Some(backend_name(family).to_owned()),
                             enable_prefix_caching,
                             ..config(tokens, rows, block_size)
                         };
@@ -104,7 +104,7 @@ fn kernel_blocks_smaller_than_the_managers_change_nothing() {
     };
     for family in [Family::FlashAttn, Family::Flashinfer] {
         let config = EngineConfig {
-            attention_backend: family,
+            attention_backend: Some(backend_name(family).to_owned()),
             ..config.clone()
         };
         check_tokens(&trace, &config, &BuilderSource::Plain);

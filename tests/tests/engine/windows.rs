@@ -1,7 +1,11 @@
 //! A model of which one layer has a sliding window: two attention groups, each with a builder of its own, over one table.
 
+use timetable_attention::{
+    graphs::Outcome,
+    spec::{CacheSpec, FullAttentionSpec},
+};
 use timetable_engine::{
-    BuilderSource, CacheSize, EngineConfig, ModelRunner,
+    AttentionPlan, BuilderSource, CacheSize, EngineConfig, ModelRunner, backend_name,
     model::{AttentionLayers, Model, ModelConfig, ModelError},
 };
 use timetable_tests::{
@@ -9,7 +13,7 @@ use timetable_tests::{
     drive::{self, generate, greedy},
     naive::NaiveAttention,
 };
-use timetable_types::Family;
+use timetable_types::{CudagraphMode, Family};
 
 use super::trace;
 
@@ -95,7 +99,7 @@ fn layers_with_and_without_a_window_have_groups_of_their_own() {
         (Family::Flashinfer, BuilderSource::Plain),
     ] {
         let config = EngineConfig {
-            attention_backend: family,
+            attention_backend: Some(backend_name(family).to_owned()),
             max_num_seqs: 8,
             max_num_batched_tokens: 64,
             max_model_len: Some(512),
@@ -110,4 +114,105 @@ fn layers_with_and_without_a_window_have_groups_of_their_own() {
         }
         assert_eq!(engine.stats().fallback_steps, 0);
     }
+}
+
+#[test]
+fn two_attention_groups_stand_in_one_kv_cache_group() {
+    let config = EngineConfig {
+        max_model_len: Some(512),
+        ..EngineConfig::default()
+    };
+    let model = Windowed::new();
+    let plan = AttentionPlan::new(&config, model.config()).unwrap();
+    assert_eq!(plan.backend(), "FLASH_ATTN");
+    let [full, windowed] = plan.groups() else {
+        panic!("{:?}", plan.groups());
+    };
+    assert_eq!(full.layer_names, ["model.layers.0.self_attn.attn"]);
+    assert_eq!(windowed.layer_names, ["model.layers.1.self_attn.attn"]);
+    let window = |spec: &CacheSpec| match spec {
+        CacheSpec::FullAttention(FullAttentionSpec { sliding_window, .. }) => *sliding_window,
+        other => panic!("every key is kept, not {other:?}"),
+    };
+    assert_eq!(window(&full.spec), None);
+    assert_eq!(window(&windowed.spec), Some(WINDOW as u32));
+    assert_eq!((full.kv_cache_group_id, windowed.kv_cache_group_id), (0, 0));
+    // Keys and values of two layers: heads x tokens x elements x 4 bytes.
+    let sizes = model.config();
+    let page = 2 * sizes.num_key_value_heads * config.block_size * sizes.head_dim * 4;
+    assert_eq!(plan.block_bytes(), 2 * page as u64);
+}
+
+#[test]
+fn start_up_says_which_backend_each_layer_got_and_which_graph_mode_survived() {
+    let config = EngineConfig {
+        attention_backend: Some("FLASHINFER".to_owned()),
+        cudagraph_mode: CudagraphMode::FullDecodeOnly,
+        max_model_len: Some(512),
+        cache_size: CacheSize::Blocks(64),
+        ..EngineConfig::default()
+    };
+    let source = drive::component("flashinfer");
+    let engine = drive::engine(&config, Box::new(Windowed::new()), &source);
+    let report = engine.startup_report();
+    let layers: Vec<_> = report
+        .layers
+        .iter()
+        .map(|layer| {
+            (
+                layer.layer.as_str(),
+                layer.backend.as_str(),
+                layer.kv_cache_group,
+                layer.attention_group,
+            )
+        })
+        .collect();
+    assert_eq!(
+        layers,
+        [
+            ("model.layers.0.self_attn.attn", "FLASHINFER", 0, 0),
+            ("model.layers.1.self_attn.attn", "FLASHINFER", 0, 1),
+        ]
+    );
+    let graphs = engine.cudagraph_mode();
+    assert_eq!(graphs.configured, CudagraphMode::FullDecodeOnly);
+    let supports = engine.builders().map(|(_, info)| info.cudagraph_support);
+    assert!(supports.eq(graphs.groups.iter().map(|group| group.support)));
+    assert!(
+        matches!(
+            graphs.outcome,
+            Outcome::Survived {
+                mode: CudagraphMode::None,
+                ..
+            }
+        ),
+        "{graphs}"
+    );
+    let [change] = graphs.changes.as_slice() else {
+        panic!("{graphs}");
+    };
+    assert_eq!(
+        change.reason,
+        "CUDAGraphMode.FULL_DECODE_ONLY is not used with a platform that cannot capture graphs; setting cudagraph_mode=NONE"
+    );
+    let [hazard] = report.hazards.as_slice() else {
+        panic!("{report}");
+    };
+    assert_eq!(hazard.code, "cudagraph_mode_changed");
+    assert_eq!(hazard.message, change.reason);
+}
+
+#[test]
+fn an_explicit_choice_that_does_not_fit_is_refused_with_its_reason() {
+    let config = EngineConfig {
+        attention_backend: Some("TRITON_ATTN".to_owned()),
+        max_model_len: Some(512),
+        ..EngineConfig::default()
+    };
+    let refused = AttentionPlan::new(&config, Windowed::new().config()).unwrap_err();
+    assert_eq!(
+        refused.to_string(),
+        "Selected backend AttentionBackendEnum.TRITON_ATTN is not valid for this configuration. Reason: ['not run by the CPU \
+         device: choose FLASH_ATTN or FLASHINFER (--attention-backend)']"
+    );
 }

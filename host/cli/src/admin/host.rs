@@ -3,34 +3,48 @@
 use std::sync::{Mutex, PoisonError};
 
 use serde_json::{Value, json};
+use timetable_attention::group::AttentionGroup;
 use timetable_sandbox::{ReloadHandle, Sandbox, StateDir, VersionInfo};
 
 use super::Control;
 
 /// One attention group of the running engine.
 pub struct Group {
-    /// FLASH_ATTN, FLASHINFER, …
-    pub backend: String,
-    /// Its layers.
-    pub layers: usize,
+    /// Its layers, their backend and their KV cache group.
+    pub layers: AttentionGroup,
     /// Reloads and looks at its builder.
     pub handle: ReloadHandle,
+}
+
+impl Group {
+    /// FLASH_ATTN, FLASHINFER, …
+    fn backend(&self) -> &str {
+        &self.layers.backend.name
+    }
 }
 
 /// The builders of a running host.
 pub struct Host {
     sandbox: Sandbox,
     groups: Vec<Group>,
+    /// What start-up found: members of the table of builders.
+    startup: Value,
     /// Also serialises changes: one reload or rollback at a time.
     state: Mutex<Option<StateDir>>,
 }
 
 impl Host {
     /// `state` keeps components, and what is active, across restarts.
-    pub fn new(sandbox: Sandbox, groups: Vec<Group>, state: Option<StateDir>) -> Self {
+    pub fn new(
+        sandbox: Sandbox,
+        groups: Vec<Group>,
+        startup: Value,
+        state: Option<StateDir>,
+    ) -> Self {
         Host {
             sandbox,
             groups,
+            startup,
             state: Mutex::new(state),
         }
     }
@@ -39,14 +53,10 @@ impl Host {
         let groups: Vec<&Group> = self
             .groups
             .iter()
-            .filter(|group| group.backend == backend)
+            .filter(|group| group.backend() == backend)
             .collect();
         if groups.is_empty() {
-            let mut known: Vec<&str> = self
-                .groups
-                .iter()
-                .map(|group| group.backend.as_str())
-                .collect();
+            let mut known: Vec<&str> = self.groups.iter().map(Group::backend).collect();
             known.dedup();
             return Err(format!(
                 "backend `{backend}` serves no layer of this host; it runs {}",
@@ -146,12 +156,16 @@ impl Control for Host {
             .iter()
             .map(|group| {
                 let mut status = value(&group.handle.status())?;
-                status["backend"] = json!(group.backend);
-                status["layers"] = json!(group.layers);
+                status["backend"] = json!(group.backend());
+                status["layers"] = json!(group.layers.layer_names.len());
+                status["layer_names"] = json!(group.layers.layer_names);
+                status["kv_cache_group"] = json!(group.layers.kv_cache_group_id);
                 Ok(status)
             })
             .collect::<Result<Vec<Value>, String>>()?;
-        Ok(json!({ "builders": builders }))
+        let mut table = self.startup.clone();
+        table["builders"] = json!(builders);
+        Ok(table)
     }
 }
 

@@ -19,7 +19,13 @@ const METRICS: [Metric; 8] = [
         name: "timetable_attention_backend_info",
         kind: "gauge",
         help: "Layers that each attention backend serves.",
-        samples: |group, out| out.push((String::new(), number(&group["layers"]))),
+        samples: |group, out| {
+            let kv_cache_group = &group["kv_cache_group"];
+            out.push((
+                format!(",kv_cache_group=\"{kv_cache_group}\""),
+                number(&group["layers"]),
+            ));
+        },
     },
     Metric {
         name: "timetable_builder_info",
@@ -145,7 +151,7 @@ mod tests {
     fn the_table_becomes_prometheus_text() {
         let text = render(&json!({
             "builders": [{
-                "backend": "FLASH_ATTN", "group": "full \"0\"", "layers": 30, "state": "active", "steps": 12,
+                "backend": "FLASH_ATTN", "group": "full \"0\"", "layers": 30, "kv_cache_group": 0, "state": "active", "steps": 12,
                 "plain_steps": 1, "active": { "version": "ab", "name": "flash-attn" },
                 "build_p50_ns": 1500, "build_p99_ns": null,
                 "splits": { "max": 4 }, "work_items": { "max": 9 }, "faults": { "trap": 2 },
@@ -154,7 +160,7 @@ mod tests {
         }));
         for line in [
             "# TYPE timetable_builder_steps_total counter",
-            "timetable_attention_backend_info{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\"} 30",
+            "timetable_attention_backend_info{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",kv_cache_group=\"0\"} 30",
             "timetable_builder_steps_total{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\"} 12",
             "timetable_builder_build_seconds{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",quantile=\"0.5\"} 0.0000015",
             "timetable_builder_faults_total{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",kind=\"trap\"} 2",

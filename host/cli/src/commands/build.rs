@@ -12,7 +12,7 @@ use super::{embedded, print, print_json};
 use crate::cli::Build;
 use crate::exit::{Exit, Failure};
 
-pub fn run(arguments: Build) -> Result<(), Failure> {
+pub fn run(arguments: &Build) -> Result<(), Failure> {
     let step = describe(&arguments.input)?;
     let (origin, bytes) = match &arguments.builder {
         Some(path) => (

@@ -9,7 +9,7 @@ use super::{print, print_json};
 use crate::cli::Components;
 use crate::exit::{Exit, Failure};
 
-pub fn run(arguments: Components) -> Result<(), Failure> {
+pub fn run(arguments: &Components) -> Result<(), Failure> {
     if let Some(directory) = &arguments.export {
         let unwritable = |path: &std::path::Path, error: std::io::Error| {
             Failure::new(

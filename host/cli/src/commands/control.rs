@@ -11,7 +11,7 @@ use crate::cli::{AdminArgs, Builders, Reload, Rollback};
 use crate::exit::{Exit, Failure};
 
 /// Sends a component to the running host.
-pub fn reload(arguments: Reload) -> Result<(), Failure> {
+pub fn reload(arguments: &Reload) -> Result<(), Failure> {
     let path = arguments.path.display();
     let unreadable = |what: String| {
         Failure::new(
@@ -40,7 +40,7 @@ pub fn reload(arguments: Reload) -> Result<(), Failure> {
 }
 
 /// Returns to the version before.
-pub fn rollback(arguments: Rollback) -> Result<(), Failure> {
+pub fn rollback(arguments: &Rollback) -> Result<(), Failure> {
     let request = Request::Rollback {
         backend: arguments.backend.clone(),
     };
@@ -49,7 +49,7 @@ pub fn rollback(arguments: Rollback) -> Result<(), Failure> {
 }
 
 /// Shows the table of builders.
-pub fn builders(arguments: Builders) -> Result<(), Failure> {
+pub fn builders(arguments: &Builders) -> Result<(), Failure> {
     let answer = admin::call(&socket(&arguments.admin), &Request::Builders, &[])?;
     if arguments.admin.json {
         return print_json(&answer);
@@ -77,7 +77,7 @@ fn changed(backend: &str, arguments: &AdminArgs, answer: &Value) -> Result<(), F
     )
 }
 
-/// The table for people, and below it the last faults.
+/// The table for people, and below it the last faults and the CUDA graph mode.
 fn render(answer: &Value) -> String {
     let empty = Vec::new();
     let builders = answer["builders"].as_array().unwrap_or(&empty);
@@ -114,7 +114,25 @@ fn render(answer: &Value) -> String {
             ));
         }
     }
+    text.push_str(&graph_mode(&answer["cudagraph_mode"]));
     text
+}
+
+/// The CUDA graph mode that survived start-up, and why it is not the configured one.
+fn graph_mode(mode: &Value) -> String {
+    let Some(survived) = mode["survived"].as_str() else {
+        return String::new();
+    };
+    let mut line = format!(
+        "CUDA graph mode: {survived} (configured: {})",
+        mode["configured"].as_str().unwrap_or("?")
+    );
+    for change in mode["changes"].as_array().into_iter().flatten() {
+        line.push_str("; ");
+        line.push_str(change["reason"].as_str().unwrap_or("?"));
+    }
+    line.push('\n');
+    line
 }
 
 fn row(builder: &Value) -> Vec<String> {
@@ -181,7 +199,10 @@ mod tests {
             "splits": { "mean": 2.5, "max": 4 }, "work_items": { "mean": 10.0, "max": 16 },
             "faults": { "trap": 1 },
             "fault_records": [{ "kind": "trap", "message": "unreachable", "version": "0123456789abcdef0123", "count": 1 }],
-        }]});
+        }], "cudagraph_mode": {
+            "configured": "FULL", "survived": "NONE",
+            "changes": [{ "from": "FULL", "to": "NONE", "reason": "no graphs here" }],
+        }});
         let text = render(&answer);
         for expected in [
             "FLASH_ATTN",
@@ -190,6 +211,7 @@ mod tests {
             "2.1 µs",
             "2.5",
             "1 × trap in 0123456789ab: unreachable",
+            "\nCUDA graph mode: NONE (configured: FULL); no graphs here\n",
         ] {
             assert!(text.contains(expected), "{expected} is missing in\n{text}");
         }

@@ -66,7 +66,7 @@ pub fn run(arguments: &ExplainGraphs) -> Result<(), Failure> {
         mamba: None,
         is_profiling: false,
     };
-    let explanation = explain(mode(&arguments.mode)?, &facts, &groups, &input);
+    let explanation = explain(mode("--mode", &arguments.mode)?, &facts, &groups, &input);
     if arguments.json {
         print_json(&json!(explanation))?;
     } else {
@@ -78,7 +78,8 @@ pub fn run(arguments: &ExplainGraphs) -> Result<(), Failure> {
     }
 }
 
-fn mode(text: &str) -> Result<CudagraphMode, Failure> {
+/// The mode that `flag` names.
+pub(super) fn mode(flag: &str, text: &str) -> Result<CudagraphMode, Failure> {
     CudagraphMode::ALL
         .iter()
         .copied()
@@ -87,7 +88,7 @@ fn mode(text: &str) -> Result<CudagraphMode, Failure> {
             let valid: Vec<&str> = CudagraphMode::ALL.iter().map(|mode| mode.name()).collect();
             Failure::new(
                 Exit::Usage,
-                format!("--mode {text}: unknown; valid are {}", valid.join(", ")),
+                format!("{flag} {text}: unknown; valid are {}", valid.join(", ")),
             )
         })
 }

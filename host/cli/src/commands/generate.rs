@@ -19,24 +19,24 @@ use crate::admin::{self, Control, Server};
 use crate::cli::Generate;
 use crate::exit::{Exit, Failure};
 
-pub fn run(arguments: Generate) -> Result<(), Failure> {
+pub fn run(arguments: &Generate) -> Result<(), Failure> {
     // What can be refused at once is refused before a model is loaded.
-    let params = sampling(&arguments)?;
+    let params = sampling(arguments)?;
     let socket = socket(arguments.host.admin.as_deref())?;
     let setup::Running {
         engine,
         tokenizer,
         host,
-    } = setup::start(&arguments)?;
+    } = setup::start(arguments)?;
     let host = Arc::new(host);
     let _server = match &socket {
         Some(path) => Some(Server::start(path, Arc::clone(&host))?),
         None => None,
     };
 
-    let prompts = encode(&arguments, &tokenizer)?;
+    let prompts = encode(arguments, &tokenizer)?;
     let started = Instant::now();
-    let answers = answer(&arguments, &engine, &params, &prompts)?;
+    let answers = answer(arguments, &engine, &params, &prompts)?;
     let elapsed = started.elapsed();
     let stats = engine.stats();
     let builders = host.builders().map_err(Failure::of(Exit::Failure))?;
@@ -44,7 +44,7 @@ pub fn run(arguments: Generate) -> Result<(), Failure> {
 
     if arguments.json {
         print_json(&report(
-            &arguments, &prompts, &answers, elapsed, &stats, &builders,
+            arguments, &prompts, &answers, elapsed, &stats, &builders,
         ))?;
     } else {
         eprintln!("{}", summary(&prompts, &answers, elapsed, &stats));
@@ -115,7 +115,7 @@ fn answer(
     params: &SamplingParams,
     prompts: &[Vec<u32>],
 ) -> Result<Vec<Answer>, Failure> {
-    let streams = prompts
+    let streams: Vec<_> = prompts
         .iter()
         .map(|prompt| {
             engine.submit(GenerationRequest {
@@ -125,7 +125,7 @@ fn answer(
             })
         })
         .collect();
-    stream::collect(streams, !arguments.json)
+    stream::collect(&streams, !arguments.json)
 }
 
 fn summary(
@@ -193,5 +193,7 @@ fn report(
             "output": mean_us(stats.total.output_ns),
         },
         "builders": builders["builders"],
+        "cudagraph_mode": builders["cudagraph_mode"],
+        "hazards": builders["hazards"],
     })
 }

@@ -42,7 +42,7 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// A zeroed cache. The memory is the process's; `page_size_bytes` × `num_blocks` of it.
+    /// A zeroed cache. The memory is the process's; `num_blocks` pages of 2 · `num_kv_heads` · `block_size` · `head_size` elements.
     ///
     /// # Panics
     /// If the size overflows `usize`.
@@ -68,16 +68,6 @@ impl KvCache {
             head_size,
             storage,
         }
-    }
-
-    /// Bytes of one block (page) of one layer.
-    pub const fn page_size_bytes(
-        num_kv_heads: usize,
-        block_size: usize,
-        head_size: usize,
-        dtype: CacheDtype,
-    ) -> usize {
-        num_kv_heads * block_size * 2 * head_size * dtype.size()
     }
 
     /// Number of blocks.

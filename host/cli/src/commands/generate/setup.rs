@@ -2,18 +2,21 @@
 
 use std::sync::Arc;
 
-use timetable_attention::backend::{BackendRegistry, Configuration, Device};
-use timetable_attention::select::{Request, select};
+use serde_json::{Value, json};
+use timetable_attention::backend::BackendRegistry;
+use timetable_attention::graphs::Outcome;
 use timetable_device::cpu::CacheDtype;
 use timetable_engine::model::{LoadOptions, Model, Weights};
 use timetable_engine::tokenizer::Tokenizer;
-use timetable_engine::{BuilderSource, CacheSize, Engine, EngineConfig, EngineHandle};
-use timetable_sandbox::{CodeCache, Limits, Sandbox, StateDir};
-use timetable_types::{Dtype, Family};
+use timetable_engine::{
+    AttentionPlan, BuilderSource, CacheSize, Engine, EngineConfig, EngineHandle,
+};
+use timetable_sandbox::{CodeCache, Component, Limits, Sandbox, StateDir};
 
 use crate::admin::{Group, Host};
 use crate::cli::{Generate, KvCacheDtypeArg, WeightsArg};
 use crate::commands::embedded;
+use crate::commands::explain_graphs::mode;
 use crate::commands::progress::Progress;
 use crate::exit::{Exit, Failure};
 
@@ -32,7 +35,10 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
             .build_global()
             .map_err(Failure::of(Exit::Failure))?;
     }
-    let backend = backend_name(&arguments.attention.attention_backend)?;
+    let requested = BackendRegistry::new()
+        .parse(&arguments.attention.attention_backend)
+        .map_err(Failure::of(Exit::Usage))?;
+    let config = config(arguments, requested)?;
     let sandbox = match &arguments.host.cache_dir {
         Some(path) => {
             let cache = CodeCache::open(path).map_err(|error| bad(&error))?;
@@ -48,11 +54,15 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         .map(StateDir::open)
         .transpose()
         .map_err(|error| bad(&error))?;
-    let (origin, bytes) = component(arguments, &backend, state.as_ref())?;
-    let component = sandbox
-        .load(&bytes)
-        .map_err(|error| bad(&format!("component {origin}: {error}")))?;
-    let family = component.family();
+    let open = |backend: &str| {
+        let (origin, bytes) = component(arguments, backend, state.as_ref())?;
+        let component = sandbox
+            .load(&bytes)
+            .map_err(|error| bad(&format!("component {origin}: {error}")))?;
+        Ok((origin, component))
+    };
+    // With a backend that was named, its component can be refused before a model is loaded.
+    let opened = config.attention_backend.as_deref().map(open).transpose()?;
 
     let progress = Progress::start(
         &format!("loading {}", arguments.model.display()),
@@ -70,12 +80,14 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
     )
     .map_err(|error| bad(&error))?;
     let tokenizer = Arc::new(Tokenizer::load(&arguments.model).map_err(|error| bad(&error))?);
-    check_backend(arguments, &backend, family, &model)?;
+    let plan = AttentionPlan::new(&config, model.config()).map_err(|error| bad(&error))?;
+    let (origin, component) = opened.map_or_else(|| open(plan.backend()), Ok)?;
+    check_family(&component, &plan)?;
     progress.next("profiling and sizing the KV cache");
-    let config = config(arguments, family);
     let source = BuilderSource::Component { component, origin };
-    let engine = Engine::new(
+    let engine = Engine::with_plan(
         &config,
+        plan,
         Box::new(model),
         Some(Arc::clone(&tokenizer)),
         &sandbox,
@@ -88,26 +100,17 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         .group_handles()
         .into_iter()
         .map(|(handle, layers)| Group {
-            backend: backend.clone(),
-            layers,
+            layers: layers.clone(),
             handle,
         })
         .collect();
+    let startup = startup(&engine);
     let engine = EngineHandle::spawn(engine).map_err(Failure::of(Exit::Failure))?;
     Ok(Running {
         engine,
         tokenizer,
-        host: Host::new(sandbox, groups, state),
+        host: Host::new(sandbox, groups, startup, state),
     })
-}
-
-/// The backend's name as the field spells it.
-fn backend_name(given: &str) -> Result<String, Failure> {
-    let name = BackendRegistry::new()
-        .parse(given)
-        .map_err(Failure::of(Exit::Usage))?;
-    // `auto` takes the CPU device's first choice.
-    Ok(name.unwrap_or_else(|| "FLASH_ATTN".to_owned()))
 }
 
 /// The component that serves: given on the command line, else what was active before, else the embedded one.
@@ -150,55 +153,46 @@ fn component(
     ))
 }
 
-/// Does the backend serve this model on this device? An explicit choice never falls back.
-fn check_backend(
-    arguments: &Generate,
-    backend: &str,
-    family: Family,
-    model: &Model,
-) -> Result<(), Failure> {
-    let sizes = model.config();
-    let config = Configuration {
-        kv_cache_dtype: Some(
-            match arguments.attention.kv_cache_dtype {
-                KvCacheDtypeArg::Auto => "auto",
-                KvCacheDtypeArg::Float32 => "float32",
-                KvCacheDtypeArg::Bfloat16 => "bfloat16",
-            }
-            .to_owned(),
-        ),
-        block_size: u32::try_from(arguments.scheduling.block_size).ok(),
-        has_sliding_window: sizes.sliding_window.is_some(),
-        ..Configuration::new(sizes.head_dim as u32, Dtype::Float32)
-    };
-    let request = Request {
-        config: &config,
-        num_heads: sizes.num_attention_heads as u32,
-        device: Device::Cpu,
-        requested: Some(backend),
-    };
-    let selection =
-        select(&BackendRegistry::new(), &request).map_err(Failure::of(Exit::BadInput))?;
-    tracing::info!("{}", selection.log);
-    let needed = embedded(backend)?.family;
-    if family != needed {
-        return Err(Failure::new(
-            Exit::BadInput,
-            format!(
-                "the component is a builder of `{}`, and {backend} needs one of `{}`; give one with --builder {backend}=PATH",
-                family.interface(),
-                needed.interface()
-            ),
-        ));
+/// Does the component make what the backend reads?
+fn check_family(component: &Component, plan: &AttentionPlan) -> Result<(), Failure> {
+    if component.family() == plan.family() {
+        return Ok(());
     }
-    Ok(())
+    let backend = plan.backend();
+    Err(Failure::new(
+        Exit::BadInput,
+        format!(
+            "the component is a builder of `{}`, and {backend} needs one of `{}`; give one with --builder {backend}=PATH",
+            component.family().interface(),
+            plan.family().interface()
+        ),
+    ))
 }
 
-fn config(arguments: &Generate, family: Family) -> EngineConfig {
+/// What start-up found, for the table of builders.
+fn startup(engine: &Engine) -> Value {
+    let graphs = engine.cudagraph_mode();
+    let survived = match &graphs.outcome {
+        Outcome::Survived { mode, .. } => json!(mode),
+        Outcome::Refused { .. } => Value::Null,
+    };
+    json!({
+        "cudagraph_mode": {
+            "configured": graphs.configured,
+            "survived": survived,
+            "changes": graphs.changes,
+        },
+        "hazards": engine.startup_report().hazards,
+    })
+}
+
+/// The engine's settings; `requested` is the backend that was named.
+fn config(arguments: &Generate, requested: Option<String>) -> Result<EngineConfig, Failure> {
     let scheduling = &arguments.scheduling;
     let defaults = EngineConfig::default();
-    EngineConfig {
-        attention_backend: family,
+    Ok(EngineConfig {
+        attention_backend: requested,
+        cudagraph_mode: mode("--cudagraph-mode", &arguments.attention.cudagraph_mode)?,
         max_num_seqs: scheduling.max_num_seqs,
         max_num_batched_tokens: scheduling.max_num_batched_tokens,
         max_model_len: scheduling.max_model_len,
@@ -217,5 +211,5 @@ fn config(arguments: &Generate, family: Family) -> EngineConfig {
             .map_or(defaults.num_workers, |threads| threads as u32),
         builder_options: arguments.attention.builder_option.clone(),
         ..defaults
-    }
+    })
 }

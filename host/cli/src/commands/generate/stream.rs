@@ -30,7 +30,7 @@ pub struct AnswerError {
 
 /// Collects all streams to their ends; with `show`, prints text as it comes. One prompt is shown as it is; of several, each
 /// line says whose it is.
-pub fn collect(streams: Vec<RequestStream>, show: bool) -> Result<Vec<Answer>, Failure> {
+pub fn collect(streams: &[RequestStream], show: bool) -> Result<Vec<Answer>, Failure> {
     let started = Instant::now();
     let mut answers: Vec<Answer> = streams.iter().map(|_| Answer::default()).collect();
     let mut screen = Screen::new(streams.len(), show);

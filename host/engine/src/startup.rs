@@ -1,0 +1,140 @@
+//! What start-up decides and finds once the builders exist: the CUDA graph mode that survives, and the report.
+//!
+//! Both are the rule book's, kept as data and logged once. This module must never know a step.
+
+use timetable_attention::{
+    backend::Device,
+    batch::RunnerGeneration,
+    graphs::{ConfigFacts, Explanation, GraphModes, GroupSupport, Outcome, ResolveInput, explain},
+    report::{RunFacts, Severity, StartupReport},
+};
+use timetable_types::{BuilderInfo, CudagraphSupport};
+
+use crate::{
+    attention::{AttentionPlan, DEVICE},
+    config::{EngineConfig, EngineError},
+};
+
+/// What of this engine's configuration changes the graph mode before a builder is asked: a CPU captures no graphs.
+pub(crate) fn config_facts() -> ConfigFacts {
+    ConfigFacts {
+        no_static_graphs: DEVICE == Device::Cpu,
+        ..ConfigFacts::default()
+    }
+}
+
+/// What start-up found.
+pub(crate) struct Startup {
+    pub report: StartupReport,
+    pub cudagraph_mode: Explanation,
+}
+
+impl Startup {
+    /// Asks each group's builder (`infos`, in the order of the plan's groups) for its graph support, and looks for hazards.
+    ///
+    /// # Errors
+    /// [`EngineError::Refused`] with the first refusal.
+    pub fn new<'a>(
+        engine: &EngineConfig,
+        plan: &AttentionPlan,
+        infos: impl Iterator<Item = &'a BuilderInfo>,
+    ) -> Result<Self, EngineError> {
+        let supports: Vec<GroupSupport> = plan
+            .groups()
+            .iter()
+            .zip(infos)
+            .map(|(group, info)| GroupSupport {
+                backend: class_name(&group.backend.class).to_owned(),
+                support: info.cudagraph_support,
+            })
+            .collect();
+        let cudagraph_mode = explain(
+            engine.cudagraph_mode,
+            &config_facts(),
+            &supports,
+            &resolve_input(),
+        );
+        let changes: Vec<String> = cudagraph_mode
+            .changes
+            .iter()
+            .map(|change| change.reason.clone())
+            .collect();
+        let report = StartupReport::new(
+            plan.groups(),
+            &RunFacts {
+                device: DEVICE,
+                batch_invariant: false,
+                supports_batch_invariance: &[],
+                prefix_caching: engine.enable_prefix_caching,
+                max_num_splits: engine.max_num_splits,
+                dcp_world_size: 1,
+                cp_kv_cache_interleave_size: 1,
+                num_speculative_tokens: 0,
+                selection_warnings: plan.selection_warnings(),
+                graph_mode_changes: &changes,
+                lse_bases: &[],
+                per_request_causal: None,
+                unsplit_model: None,
+            },
+        );
+        if let Outcome::Refused { error } = &cudagraph_mode.outcome {
+            return Err(EngineError::Refused(error.clone()));
+        }
+        if let Some(hazard) = report.refusal() {
+            return Err(EngineError::Refused(hazard.message.clone()));
+        }
+        let startup = Self {
+            report,
+            cudagraph_mode,
+        };
+        startup.log();
+        Ok(startup)
+    }
+
+    fn log(&self) {
+        let layers = StartupReport {
+            layers: self.report.layers.clone(),
+            hazards: Vec::new(),
+        };
+        for line in layers.to_string().lines() {
+            tracing::info!("{line}");
+        }
+        if let Outcome::Survived { mode, .. } = &self.cudagraph_mode.outcome {
+            tracing::info!(
+                configured = self.cudagraph_mode.configured.name(),
+                survived = mode.name(),
+                "CUDA graph mode"
+            );
+        }
+        for hazard in &self.report.hazards {
+            match hazard.severity {
+                Severity::Warning => tracing::warn!(code = hazard.code, "{}", hazard.message),
+                Severity::Refusal => tracing::error!(code = hazard.code, "{}", hazard.message),
+            }
+        }
+    }
+}
+
+/// The class's name without its module, as the field prints it.
+fn class_name(path: &str) -> &str {
+    path.rsplit('.').next().unwrap_or(path)
+}
+
+/// One token a decode, a model that is not compiled, and no size to capture.
+fn resolve_input() -> ResolveInput<'static> {
+    ResolveInput {
+        mode: None,
+        min_support: CudagraphSupport::Always,
+        min_backend: None,
+        uniform_decode_query_len: 1,
+        attention_is_splitting_op: false,
+        compiled: false,
+        use_inductor_graph_partition: false,
+        runner: RunnerGeneration::V2,
+        piecewise_capture_available: false,
+        capture_sizes: &[],
+        max_capture_size: 0,
+        mamba: None,
+        is_profiling: false,
+    }
+}
