@@ -3,5 +3,6 @@
 pub mod bench;
 pub mod candle_reference;
 pub mod drive;
+pub mod families;
 pub mod naive;
 pub mod step_host;
