@@ -14,7 +14,6 @@ use timetable_engine::{
     model::{LoadOptions, Model, Weights},
     tokenizer::Tokenizer,
 };
-use timetable_types::Family;
 
 use super::{Row, compiled_for, median, peer::Peer, threads};
 use crate::{
@@ -128,7 +127,7 @@ impl OneStream {
         let model = Model::load(path, options).expect("the default model loads");
         let tokenizer = Tokenizer::load(path).expect("the default model has a tokenizer");
         let config = EngineConfig {
-            attention_backend: Family::FlashAttn,
+            attention_backend: Some("FLASH_ATTN".to_owned()),
             cache_size: CacheSize::Blocks(256),
             // Every run computes the same.
             enable_prefix_caching: false,
