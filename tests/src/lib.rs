@@ -2,5 +2,6 @@
 
 pub mod candle_reference;
 pub mod drive;
+pub mod families;
 pub mod naive;
 pub mod step_host;

@@ -2,7 +2,7 @@
 //!
 //! What the model's tests and benchmarks run on, so that they test the model alone.
 
-use timetable_engine::model::{AttentionError, AttentionLayers, ModelConfig};
+use timetable_engine::model::{AttentionError, AttentionLayers, Model, ModelConfig};
 
 /// KV storage of several requests, and the rows of the current step.
 pub struct NaiveAttention {
@@ -105,5 +105,41 @@ impl AttentionLayers for NaiveAttention {
             row += tokens;
         }
         Ok(())
+    }
+}
+
+/// Logits of every position of `prompts`, in steps of at most `chunk` tokens of each, all prompts in one batch.
+///
+/// # Panics
+/// If a step fails.
+pub fn batched_logits(model: &mut Model, prompts: &[Vec<u32>], chunk: usize) -> Vec<Vec<Vec<f32>>> {
+    let mut attention = NaiveAttention::new(model.config(), prompts.len());
+    let vocab = model.config().vocab_size;
+    let mut out = vec![Vec::new(); prompts.len()];
+    let mut logits = Vec::new();
+    loop {
+        let (mut batch, mut tokens, mut positions) = (Vec::new(), Vec::new(), Vec::new());
+        for (request, prompt) in prompts.iter().enumerate() {
+            let done: usize = out[request].len();
+            // Requests advance by different amounts, so that every step mixes lengths.
+            let count = (chunk + request % 3).min(prompt.len() - done);
+            if count > 0 {
+                batch.push((request, count));
+                tokens.extend_from_slice(&prompt[done..done + count]);
+                positions.extend((done as i64)..(done + count) as i64);
+            }
+        }
+        if batch.is_empty() {
+            return out;
+        }
+        attention.schedule(&batch);
+        let rows: Vec<usize> = (0..tokens.len()).collect();
+        model
+            .forward(&tokens, &positions, &mut attention, &rows, &mut logits)
+            .expect("a step runs");
+        let mut rows = logits.chunks_exact(vocab);
+        for (request, count) in batch {
+            out[request].extend(rows.by_ref().take(count).map(<[f32]>::to_vec));
+        }
     }
 }

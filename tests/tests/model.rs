@@ -6,7 +6,7 @@ use timetable_engine::tokenizer::Tokenizer;
 use timetable_tests::candle_reference::{
     CandleLlama, CandleWeights, argmax, compare, default_model,
 };
-use timetable_tests::naive::NaiveAttention;
+use timetable_tests::naive::{NaiveAttention, batched_logits};
 
 fn load(path: &Path, weights: Weights) -> Model {
     let options = LoadOptions {
@@ -18,39 +18,6 @@ fn load(path: &Path, weights: Weights) -> Model {
 
 fn tiny_llama() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny-llama")
-}
-
-/// Logits of every position of `prompts`, in steps of at most `chunk` tokens of each, all prompts in one batch.
-fn batched_logits(model: &mut Model, prompts: &[Vec<u32>], chunk: usize) -> Vec<Vec<Vec<f32>>> {
-    let mut attention = NaiveAttention::new(model.config(), prompts.len());
-    let vocab = model.config().vocab_size;
-    let mut out = vec![Vec::new(); prompts.len()];
-    let mut logits = Vec::new();
-    loop {
-        let (mut batch, mut tokens, mut positions) = (Vec::new(), Vec::new(), Vec::new());
-        for (request, prompt) in prompts.iter().enumerate() {
-            let done: usize = out[request].len();
-            // Requests advance by different amounts, so that every step mixes lengths.
-            let count = (chunk + request % 3).min(prompt.len() - done);
-            if count > 0 {
-                batch.push((request, count));
-                tokens.extend_from_slice(&prompt[done..done + count]);
-                positions.extend((done as i64)..(done + count) as i64);
-            }
-        }
-        if batch.is_empty() {
-            return out;
-        }
-        attention.schedule(&batch);
-        let rows: Vec<usize> = (0..tokens.len()).collect();
-        model
-            .forward(&tokens, &positions, &mut attention, &rows, &mut logits)
-            .expect("a step runs");
-        let mut rows = logits.chunks_exact(vocab);
-        for (request, count) in batch {
-            out[request].extend(rows.by_ref().take(count).map(<[f32]>::to_vec));
-        }
-    }
 }
 
 fn prompts(vocab: u32, count: u32, length: u32) -> Vec<Vec<u32>> {

@@ -127,6 +127,10 @@ pub struct ModelConfig {
 const MAX_WIDTH: u64 = 1 << 20;
 const MAX_LAYERS: u64 = 4096;
 const MAX_CONTEXT: u64 = 1 << 24;
+/// transformers' `sliding_window` of Mistral, Qwen2 and Qwen3 where a file has none.
+const DEFAULT_SLIDING_WINDOW: u64 = 4096;
+/// transformers' `max_window_layers` of Qwen2 and Qwen3 where a file has none.
+const DEFAULT_MAX_WINDOW_LAYERS: usize = 28;
 
 impl ModelConfig {
     /// The scale of attention scores, `1 / √head_dim`.
@@ -251,7 +255,12 @@ impl ModelConfig {
             .is_none(),
             attention_bias: architecture == Architecture::Qwen2
                 || super::weights::Checkpoint::tensor(file, "blk.0.attn_q.bias").is_some(),
-            sliding_window: optional("attention.sliding_window", MAX_CONTEXT)?,
+            // llama.cpp's 0 is no window.
+            sliding_window: file
+                .uint(&key("attention.sliding_window"))
+                .filter(|window| *window > 0)
+                .map(|w| in_range(path, &key("attention.sliding_window"), w, MAX_CONTEXT))
+                .transpose()?,
             first_window_layer: 0,
             eos_token_ids,
             bos_token_id: token("tokenizer.ggml.bos_token_id"),
@@ -322,11 +331,20 @@ impl ModelConfig {
             Architecture::Qwen2 | Architecture::Qwen3 => json.use_sliding_window.unwrap_or(false),
             Architecture::Llama => false,
         };
+        // transformers' configurations of Mistral and Qwen have a window where the file leaves it out; null is none.
         let sliding_window = json
             .sliding_window
+            .unwrap_or(Some(DEFAULT_SLIDING_WINDOW))
             .filter(|_| windowed)
             .map(|w| field("sliding_window", w, MAX_CONTEXT))
             .transpose()?;
+        let first_window_layer = match (architecture, &json.layer_types) {
+            (Architecture::Llama | Architecture::Mistral, _) => 0,
+            (_, Some(types)) if windowed => listed_first_window_layer(types, path)?,
+            _ => json
+                .max_window_layers
+                .map_or(DEFAULT_MAX_WINDOW_LAYERS, |n| n as usize),
+        };
         let config = Self {
             architecture,
             vocab_size: field("vocab_size", json.vocab_size, MAX_CONTEXT)?,
@@ -355,12 +373,7 @@ impl ModelConfig {
             attention_bias: architecture == Architecture::Qwen2
                 || json.attention_bias.unwrap_or(false),
             sliding_window,
-            first_window_layer: match architecture {
-                Architecture::Qwen2 | Architecture::Qwen3 => {
-                    json.max_window_layers.unwrap_or(0) as usize
-                }
-                _ => 0,
-            },
+            first_window_layer,
             eos_token_ids: token_list(json.eos_token_id.as_ref()),
             bos_token_id: token_list(json.bos_token_id.as_ref()).first().copied(),
         };
@@ -458,6 +471,31 @@ fn unsupported(path: &Path, what: String, remedy: &'static str) -> ModelError {
     }
 }
 
+/// The first layer with a window, where `layer_types` has full attention before it and windows from it on.
+fn listed_first_window_layer(types: &[String], path: &Path) -> Result<usize, ModelError> {
+    const FULL: &str = "full_attention";
+    const SLIDING: &str = "sliding_attention";
+    let first = types.iter().position(|t| t != FULL).unwrap_or(types.len());
+    match types[first..].iter().position(|t| t != SLIDING) {
+        None => Ok(first),
+        Some(offset) => {
+            let (layer, found) = (first + offset, &types[first + offset]);
+            Err(unsupported(
+                path,
+                format!("layer_types with '{found}' at layer {layer}"),
+                "use a model whose layers are 'full_attention' and then 'sliding_attention'",
+            ))
+        }
+    }
+}
+
+/// Tells a field that is null from one that is left out.
+fn present<'de, D: serde::Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<Option<u64>>, D::Error> {
+    Option::deserialize(deserializer).map(Some)
+}
+
 /// A token id, or a list of them.
 fn token_list(value: Option<&Value>) -> Vec<u32> {
     let id = |v: &Value| v.as_u64().and_then(|v| u32::try_from(v).ok());
@@ -492,7 +530,10 @@ struct HfConfig {
     tie_word_embeddings: Option<bool>,
     attention_bias: Option<bool>,
     mlp_bias: Option<bool>,
-    sliding_window: Option<u64>,
+    /// Left out, null, or a number.
+    #[serde(default, deserialize_with = "present")]
+    sliding_window: Option<Option<u64>>,
+    layer_types: Option<Vec<String>>,
     use_sliding_window: Option<bool>,
     max_window_layers: Option<u64>,
     eos_token_id: Option<Value>,
