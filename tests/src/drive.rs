@@ -1,6 +1,6 @@
 //! Drives an engine to the end of its requests. Knows no test.
 
-use std::{collections::HashMap, path::PathBuf, sync::OnceLock};
+use std::{collections::HashMap, path::PathBuf, sync::OnceLock, time::Duration};
 
 use timetable_engine::{
     BuilderSource, Engine, EngineConfig, FinishReason, GenerationRequest, ModelRunner, RequestId,
@@ -9,10 +9,16 @@ use timetable_engine::{
 };
 use timetable_sandbox::{Limits, Sandbox};
 
-/// One sandbox for the process.
+/// One sandbox for the process. Its watchdog is long: wall-clock time on a busy machine is not what these tests are about.
 pub fn sandbox() -> &'static Sandbox {
     static SANDBOX: OnceLock<Sandbox> = OnceLock::new();
-    SANDBOX.get_or_init(|| Sandbox::new(Limits::default()).expect("wasmtime starts"))
+    SANDBOX.get_or_init(|| {
+        let limits = Limits {
+            watchdog: Duration::from_secs(60),
+            ..Limits::default()
+        };
+        Sandbox::new(limits).expect("wasmtime starts")
+    })
 }
 
 /// The repository's copy of the small model.

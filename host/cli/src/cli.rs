@@ -175,8 +175,9 @@ pub struct AttentionArgs {
     #[arg(long, value_enum, default_value_t = KvCacheDtypeArg::Auto)]
     pub kv_cache_dtype: KvCacheDtypeArg,
 
-    /// The CUDA graph mode to ask for: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE
-    #[arg(long, value_name = "MODE", default_value = "FULL_AND_PIECEWISE")]
+    /// The CUDA graph mode to ask for: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE; the CPU device captures
+    /// none, whatever is asked
+    #[arg(long, value_name = "MODE", default_value = "NONE")]
     pub cudagraph_mode: String,
 }
 

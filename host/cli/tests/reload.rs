@@ -47,6 +47,7 @@ impl Host {
             ])
             // Four at a time, so that there is time to look.
             .args(["--max-num-seqs", "4"])
+            .args(["--cudagraph-mode", "FULL_AND_PIECEWISE"])
             .args((0..40).flat_map(|index| ["--prompt".to_owned(), format!("t{}", 40 + index)]))
             .args(extra)
             .stdout(Stdio::piped())
