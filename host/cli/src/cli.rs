@@ -211,9 +211,9 @@ pub struct SchedulingArgs {
     #[arg(long)]
     pub no_enable_prefix_caching: bool,
 
-    /// Worker threads; default: one per core
-    #[arg(long, value_name = "N")]
-    pub threads: Option<usize>,
+    /// Worker threads, 1 to 256; default: one per core
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub threads: Option<u16>,
 }
 
 #[derive(Debug, Args)]

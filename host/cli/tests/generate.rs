@@ -194,6 +194,12 @@ fn bad_requests_get_one_line() {
     ])
     .fails(4, &["/nonexistent.wasm"]);
     generate(&["--prompt", "t1", "--block-size", "0"]).fails(4, &["block_size", "0"]);
+    generate(&["--prompt", "t1", "--block-size", "18446744073709551615"])
+        .fails(4, &["block_size", "65536"]);
+    generate(&["--prompt", "t1", "--num-gpu-blocks-override", "2000000000"])
+        .fails(4, &["2000000000 blocks", "lower the number"]);
+    generate(&["--prompt", "t1", "--builder", "FLASH_ATTN=/dev/zero"])
+        .fails(4, &["/dev/zero", "not a regular file"]);
     generate(&["--prompt", "t1", "--chat"]).fails(4, &["chat template"]);
     let flashinfer = timetable_reference::component("flashinfer").unwrap();
     let scratch = tempfile::tempdir().unwrap();
@@ -257,4 +263,62 @@ fn a_reader_that_goes_away_is_no_error() {
         output.status.success() && !stderr.contains("panicked"),
         "{stderr}"
     );
+}
+
+/// The tiny model in a directory of its own, with some of its `config.json` and tokenizer configuration changed.
+fn changed_model(
+    scratch: &tempfile::TempDir,
+    config: serde_json::Value,
+    tokenizer_config: serde_json::Value,
+) -> String {
+    for name in ["model.safetensors", "tokenizer.json"] {
+        std::fs::copy(tiny_llama().join(name), scratch.path().join(name)).unwrap();
+    }
+    for (name, changes) in [
+        ("config.json", config),
+        ("tokenizer_config.json", tokenizer_config),
+    ] {
+        let text = std::fs::read_to_string(tiny_llama().join(name)).unwrap();
+        let mut value: serde_json::Value = serde_json::from_str(&text).unwrap();
+        for (key, change) in changes.as_object().unwrap() {
+            value[key] = change.clone();
+        }
+        std::fs::write(scratch.path().join(name), value.to_string()).unwrap();
+    }
+    scratch.path().to_str().unwrap().to_owned()
+}
+
+#[test]
+fn a_model_whose_context_holds_one_token_is_refused() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = changed_model(
+        &scratch,
+        serde_json::json!({ "max_position_embeddings": 1 }),
+        serde_json::json!({}),
+    );
+    run(&[
+        "generate", "--model", &model, "--prompt", "t5", "--admin", "none",
+    ])
+    .fails(4, &["max_position_embeddings", "1"]);
+}
+
+#[test]
+fn a_chat_template_cannot_run_forever_or_fill_memory() {
+    for template in [
+        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "{{ '%1000000000d'|format(1) }}",
+        "{{ 'x'|indent(1000000000) }}",
+        "{% for a in range(100000) %}{{ messages }}{{ messages }}{{ messages }}{{ messages }}{% endfor %}",
+    ] {
+        let scratch = tempfile::tempdir().unwrap();
+        let model = changed_model(
+            &scratch,
+            serde_json::json!({}),
+            serde_json::json!({ "chat_template": template }),
+        );
+        run(&[
+            "generate", "--model", &model, "--chat", "--prompt", "t5", "--admin", "none",
+        ])
+        .fails(4, &["chat template"]);
+    }
 }

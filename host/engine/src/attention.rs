@@ -9,17 +9,19 @@ pub(crate) use plan::DEVICE;
 pub use plan::{AttentionPlan, backend_name};
 
 use std::cell::{Cell, RefCell};
+use std::sync::Arc;
 
 use timetable_attention::{
     BuildFault, Grant, MetadataBuilder, Refusal, StepInputs, Verifier, VerifyContext,
-    group::AttentionGroup, plain_builder, verify_step,
+    batch::capture_batch, group::AttentionGroup, plain_builder, verify_step,
 };
 use timetable_device::cpu::{
     AttentionConfig, AttentionImpl, CacheDtype, KvCache, PrepareError, StepMetadata, new_impl,
 };
-use timetable_sandbox::{GroupBuilder, GroupSetup, ReloadHandle, Sandbox};
+use timetable_sandbox::{Acceptance, GroupBuilder, GroupSetup, ReloadHandle, Sandbox};
 use timetable_types::{
-    BuilderConfig, BuilderInfo, CommonAttentionMetadata, Family, KvCacheSpec, Metadata,
+    BuilderConfig, BuilderInfo, CaptureShape, CommonAttentionMetadata, Family, KvCacheSpec,
+    Metadata,
 };
 
 use crate::{
@@ -253,7 +255,7 @@ impl Group {
             name: name.clone(),
             config: config.clone(),
             plain,
-            acceptance: None,
+            acceptance: Some(acceptance(&config)),
         };
         let builder = match source {
             BuilderSource::Plain => {
@@ -275,6 +277,50 @@ impl Group {
             prepared: RefCell::default(),
         })
     }
+}
+
+/// A new version is asked for small steps before it may serve, and what it builds must pass the verifier: one whose every
+/// step would be refused never replaces a good one.
+fn acceptance(config: &BuilderConfig) -> Acceptance {
+    let config = config.clone();
+    Arc::new(move |builder| {
+        let max_seqs = config.scheduler.max_num_seqs.max(1);
+        let max_tokens = config.scheduler.max_num_batched_tokens.max(1);
+        for (rows, tokens) in [
+            (1, 1),
+            (max_seqs.min(7), max_seqs.min(7)),
+            (1, max_tokens.min(40)),
+        ] {
+            let shape = CaptureShape {
+                num_tokens: tokens.max(rows),
+                num_reqs: rows,
+                max_query_len: tokens.max(rows).div_ceil(rows),
+                uniform_query_len: None,
+            };
+            let width = config.scheduler.max_num_blocks_per_req as usize;
+            let step = capture_batch(&shape, width, config.scheduler.max_model_len)
+                .map_err(|error| error.to_string())?;
+            let metadata = match builder.build(&step.cam, false) {
+                Ok(metadata) => metadata,
+                // It may decline what it does not serve; the plain builder does then.
+                Err(BuildFault::Declined(_)) => continue,
+                Err(fault) => return Err(fault.to_string()),
+            };
+            let inputs = step.tensors.inputs();
+            let context = VerifyContext {
+                config: &config,
+                common: &step.cam,
+                inputs: &inputs,
+                promise: None,
+                grant: Grant::Exact,
+                num_blocks: 1,
+            };
+            Verifier::new()
+                .verify(&metadata, &context)
+                .map_err(|refusal| format!("a step of {rows} rows is refused: {refusal}"))?;
+        }
+        Ok(())
+    })
 }
 
 impl StepBuilder {

@@ -43,6 +43,13 @@ pub struct ChatTemplate {
 
 const NAME: &str = "chat";
 
+/// Steps that rendering may take. A template comes with a model, which may come from anywhere: a real one takes some hundred
+/// steps a message.
+const FUEL: u64 = 5_000_000;
+
+/// Bytes of a rendered conversation, at most: some millions of tokens.
+const MAX_PROMPT_BYTES: usize = 16 << 20;
+
 impl ChatTemplate {
     /// Loads the template of a model: `tokenizer.chat_template` of a GGUF file, or of a directory
     /// `chat_template.jinja` or the one in `tokenizer_config.json`.
@@ -79,6 +86,11 @@ impl ChatTemplate {
     pub fn new(source: String, bos_token: String, eos_token: String) -> Result<Self, ChatError> {
         let mut environment = Environment::new();
         // transformers' settings, which templates are written for.
+        environment.set_fuel(Some(FUEL));
+        // Their widths make huge strings in one step, which fuel does not see; no chat template needs them.
+        for filter in ["format", "indent", "center"] {
+            environment.remove_filter(filter);
+        }
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
         environment
@@ -113,14 +125,37 @@ impl ChatTemplate {
             .environment
             .get_template(NAME)
             .map_err(|e| template_error(&e))?;
+        let mut prompt = Bounded(Vec::new());
         template
-            .render(context! {
-                messages,
-                add_generation_prompt,
-                bos_token => self.bos_token,
-                eos_token => self.eos_token,
-            })
-            .map_err(|e| template_error(&e))
+            .render_to_write(
+                context! {
+                    messages,
+                    add_generation_prompt,
+                    bos_token => self.bos_token,
+                    eos_token => self.eos_token,
+                },
+                &mut prompt,
+            )
+            .map_err(|e| template_error(&e))?;
+        String::from_utf8(prompt.0).map_err(|e| ChatError::Template(e.to_string()))
+    }
+}
+
+/// A prompt's text, up to [`MAX_PROMPT_BYTES`].
+struct Bounded(Vec<u8>);
+
+impl std::io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if self.0.len() + bytes.len() > MAX_PROMPT_BYTES {
+            let message = format!("the prompt is longer than {MAX_PROMPT_BYTES} bytes");
+            return Err(std::io::Error::other(message));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 

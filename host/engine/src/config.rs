@@ -92,6 +92,9 @@ pub enum BuilderSource {
     Native(NativeBuilderFactory),
 }
 
+/// Tokens of a KV block, at most.
+const MAX_BLOCK_SIZE: usize = 1 << 16;
+
 /// Why no engine was made.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
@@ -144,6 +147,19 @@ pub enum EngineError {
     /// The profile run failed.
     #[error("the profile run failed: {0}")]
     Profile(ModelError),
+    /// The KV cache asked for is larger than the machine.
+    #[error(
+        "a KV cache of {blocks} blocks takes {bytes} bytes, and this machine (or its control group) has {total}: lower the number \
+         of blocks or the block size"
+    )]
+    CacheTooLarge {
+        /// Blocks asked for.
+        blocks: usize,
+        /// Bytes of them, over all layers.
+        bytes: u64,
+        /// The machine's memory or the control group's limit.
+        total: u64,
+    },
     /// The profile run left no memory.
     #[error(
         "no memory for the KV cache: {fraction} of {total} bytes is {budget}, and {used} are in use after a profile run of \
@@ -189,7 +205,18 @@ impl EngineConfig {
             let name = "max_num_seqs x max_num_batched_tokens";
             return refuse(name, value, "at most 65536 requests and 1048576 tokens");
         }
+        // A block is a unit of sharing; far larger ones only waste memory, and their products must not overflow.
+        if self.block_size > MAX_BLOCK_SIZE {
+            let remedy = "a KV block has at most 65536 tokens";
+            return refuse("block_size", self.block_size.to_string(), remedy);
+        }
         match self.max_model_len {
+            None if max_position_embeddings < 2 => {
+                let remedy =
+                    "the model's context must hold a prompt token and a new one; use another model";
+                let value = max_position_embeddings.to_string();
+                return refuse("max_position_embeddings", value, remedy);
+            }
             Some(len) if len < 2 => {
                 return refuse("max_model_len", len.to_string(), "it must be at least 2");
             }

@@ -118,6 +118,18 @@ impl Engine {
                 profiled_blocks(config, &limits, &mut *model, &attention, fraction)?
             }
         };
+        let bytes = attention
+            .plan()
+            .block_bytes()
+            .saturating_mul(num_blocks as u64);
+        let total = memory::total_bytes();
+        if bytes > total {
+            return Err(EngineError::CacheTooLarge {
+                blocks: num_blocks,
+                bytes,
+                total,
+            });
+        }
         attention.allocate(config, num_blocks);
         let kv = KvCacheManager::new(num_blocks, config.block_size, config.enable_prefix_caching);
         Ok(Self {

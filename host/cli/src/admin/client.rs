@@ -3,9 +3,13 @@
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::Duration;
 
 use super::{LINE_BYTES_MAX, Request, Response};
 use crate::exit::{Exit, Failure};
+
+/// How long a host may take to answer.
+const HOST_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Sends `request` and `payload` to the host at `path` and waits for its answer.
 ///
@@ -26,6 +30,10 @@ pub fn call(path: &Path, request: &Request, payload: &[u8]) -> Result<serde_json
             ),
         )
     })?;
+    // A reload compiles, which may take long on a busy machine; a host that says nothing for so long is gone.
+    for set in [UnixStream::set_read_timeout, UnixStream::set_write_timeout] {
+        set(&stream, Some(HOST_TIMEOUT)).map_err(Failure::of(Exit::Failure))?;
+    }
     let lost = |error: std::io::Error| {
         Failure::new(
             Exit::Unreachable,

@@ -53,7 +53,7 @@ impl Host {
         let groups: Vec<&Group> = self
             .groups
             .iter()
-            .filter(|group| group.backend() == backend)
+            .filter(|group| group.backend().eq_ignore_ascii_case(backend))
             .collect();
         if groups.is_empty() {
             let mut known: Vec<&str> = self.groups.iter().map(Group::backend).collect();

@@ -2,13 +2,12 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{LINE_BYTES_MAX, Request, Response, component_bytes_max, metrics, prepare};
 use crate::exit::{Exit, Failure};
@@ -48,11 +47,11 @@ impl<C: Control + Sync> Control for Arc<C> {
     }
 }
 
-/// The bound socket and its thread. Dropping it stops the thread and removes the socket.
+/// The bound socket and its thread. Dropping it ends the thread and removes the socket, without waiting for a client.
 pub struct Server {
     path: PathBuf,
+    identity: Option<(u64, u64)>,
     stopping: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
 }
 
 impl Server {
@@ -75,7 +74,8 @@ impl Server {
         let listener = UnixListener::bind(path).map_err(unbound)?;
         fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(unbound)?;
         let stopping = Arc::new(AtomicBool::new(false));
-        let thread = std::thread::Builder::new()
+        // Not joined: a slow client must not keep the host from ending.
+        std::thread::Builder::new()
             .name("admin".to_owned())
             .spawn({
                 let stopping = Arc::clone(&stopping);
@@ -84,8 +84,8 @@ impl Server {
             .map_err(unbound)?;
         Ok(Server {
             path: path.to_path_buf(),
+            identity: identity(path),
             stopping,
-            thread: Some(thread),
         })
     }
 }
@@ -93,12 +93,36 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.stopping.store(true, Ordering::Release);
-        // Wakes the accepting thread; if that fails, the thread ends with the process.
-        let woken = UnixStream::connect(&self.path).is_ok();
-        if let (true, Some(thread)) = (woken, self.thread.take()) {
-            drop(thread.join());
+        // The path may be another host's by now: its socket is not ours to remove.
+        if self.identity.is_some() && identity(&self.path) == self.identity {
+            // Wakes the accepting thread, which ends; if that fails, it ends with the process.
+            drop(UnixStream::connect(&self.path));
+            drop(fs::remove_file(&self.path));
         }
-        drop(fs::remove_file(&self.path));
+    }
+}
+
+/// What tells a socket from another one at the same path: device and inode.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let metadata = fs::symlink_metadata(path).ok()?;
+    Some((metadata.dev(), metadata.ino()))
+}
+
+/// Reads until a deadline for all of it, however slowly a client sends.
+struct Timely<'a> {
+    stream: &'a UnixStream,
+    deadline: Instant,
+}
+
+impl Read for Timely<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            let message = "the request did not arrive in time";
+            return Err(std::io::Error::new(std::io::ErrorKind::TimedOut, message));
+        }
+        self.stream.set_read_timeout(Some(left))?;
+        self.stream.read(buffer)
     }
 }
 
@@ -122,9 +146,11 @@ fn serve(listener: &UnixListener, control: &impl Control, stopping: &AtomicBool)
 }
 
 fn answer(mut stream: &UnixStream, control: &impl Control) -> std::io::Result<()> {
-    stream.set_read_timeout(Some(CLIENT_TIMEOUT))?;
     stream.set_write_timeout(Some(CLIENT_TIMEOUT))?;
-    let mut reader = BufReader::new(stream);
+    let mut reader = BufReader::new(Timely {
+        stream,
+        deadline: Instant::now() + CLIENT_TIMEOUT,
+    });
     let mut line = String::new();
     reader.by_ref().take(LINE_BYTES_MAX).read_line(&mut line)?;
     if line.starts_with("GET ") {
@@ -195,7 +221,6 @@ mod tests {
     use super::*;
     use crate::admin::call;
     use serde_json::json;
-    use std::os::unix::fs::MetadataExt;
 
     struct Echo;
     impl Control for Echo {
@@ -288,5 +313,32 @@ mod tests {
         }
         // Still answers.
         assert!(call(&path, &Request::Builders, &[]).is_ok());
+    }
+
+    #[test]
+    fn a_socket_that_is_another_hosts_by_now_is_left_to_it() {
+        let scratch = tempfile::tempdir().unwrap();
+        let path = scratch.path().join("admin.sock");
+        let first = Server::start(&path, Echo).unwrap();
+        fs::remove_file(&path).unwrap();
+        let _second = Server::start(&path, Echo).unwrap();
+        // Ends at once, and the second still answers.
+        drop(first);
+        assert!(call(&path, &Request::Builders, &[]).is_ok());
+    }
+
+    #[test]
+    fn a_client_that_says_nothing_does_not_keep_the_host_from_ending() {
+        let scratch = tempfile::tempdir().unwrap();
+        let path = scratch.path().join("admin.sock");
+        let server = Server::start(&path, Echo).unwrap();
+        let _mute = UnixStream::connect(&path).unwrap();
+        let (ended, end) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            drop(server);
+            ended.send(()).unwrap();
+        });
+        // Far less than a client's time limit would be; far more than it takes.
+        end.recv_timeout(CLIENT_TIMEOUT / 2).expect("the host ends");
     }
 }

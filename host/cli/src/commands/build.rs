@@ -8,23 +8,18 @@ use timetable_attention::describe::{DescribedStep, StepDescription, metadata_to_
 use timetable_attention::{BuildFault, MetadataBuilder, Resolver, Verifier};
 use timetable_sandbox::{Limits, Sandbox, WasmBuilder};
 
-use super::{embedded, print, print_json};
+use super::{embedded, print, print_json, read_component};
 use crate::cli::Build;
 use crate::exit::{Exit, Failure};
 
 pub fn run(arguments: &Build) -> Result<(), Failure> {
     let step = describe(&arguments.input)?;
     let (origin, bytes) = match &arguments.builder {
-        Some(path) => (
-            path.display().to_string(),
-            std::fs::read(path).map_err(|error| {
-                Failure::new(
-                    Exit::BadInput,
-                    format!("component {}: cannot be read ({error}); give the path of a component (.wasm)", path.display()),
-                )
-            })?,
+        Some(path) => (path.display().to_string(), read_component(path)?),
+        None => (
+            arguments.backend.clone(),
+            embedded(&arguments.backend)?.bytes.to_vec(),
         ),
-        None => (arguments.backend.clone(), embedded(&arguments.backend)?.bytes.to_vec()),
     };
     let sandbox = Sandbox::new(Limits::default()).map_err(Failure::of(Exit::Failure))?;
     let component = sandbox

@@ -5,34 +5,17 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 use super::table::table;
-use super::{print, print_json};
-use crate::admin::{self, Request, component_bytes_max};
+use super::{print, print_json, read_component};
+use crate::admin::{self, Request};
 use crate::cli::{AdminArgs, Builders, Reload, Rollback};
-use crate::exit::{Exit, Failure};
+use crate::exit::Failure;
 
 /// Sends a component to the running host.
 pub fn reload(arguments: &Reload) -> Result<(), Failure> {
-    let path = arguments.path.display();
-    let unreadable = |what: String| {
-        Failure::new(
-            Exit::BadInput,
-            format!("component {path}: {what}; give the path of a component (.wasm)"),
-        )
-    };
-    let size = std::fs::metadata(&arguments.path)
-        .map_err(|error| unreadable(format!("cannot be read ({error})")))?
-        .len();
-    let max = component_bytes_max();
-    if size > max {
-        return Err(unreadable(format!(
-            "{size} bytes are more than a component may have ({max})"
-        )));
-    }
-    let component = std::fs::read(&arguments.path)
-        .map_err(|error| unreadable(format!("cannot be read ({error})")))?;
+    let component = read_component(&arguments.path)?;
     let request = Request::Reload {
         backend: arguments.backend.clone(),
-        origin: path.to_string(),
+        origin: arguments.path.display().to_string(),
         component_bytes: component.len() as u64,
     };
     let answer = admin::call(&socket(&arguments.admin), &request, &component)?;

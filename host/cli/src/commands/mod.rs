@@ -10,7 +10,7 @@ pub mod generate;
 mod progress;
 mod table;
 
-use std::io::Write;
+use std::io::{Read, Write};
 
 use clap::CommandFactory;
 
@@ -65,4 +65,36 @@ pub fn embedded(backend: &str) -> Result<&'static timetable_reference::Embedded,
                 ),
             )
         })
+}
+
+/// The bytes of a component file. Never more than a component may have, whatever the path leads to.
+///
+/// # Errors
+/// It cannot be read, is not a regular file, or is too large.
+pub fn read_component(path: &std::path::Path) -> Result<Vec<u8>, Failure> {
+    let unusable = |what: String| {
+        Failure::new(
+            Exit::BadInput,
+            format!(
+                "component {}: {what}; give the path of a component (.wasm)",
+                path.display()
+            ),
+        )
+    };
+    let cannot = |error: std::io::Error| unusable(format!("cannot be read ({error})"));
+    let max = crate::admin::component_bytes_max();
+    // Asked before it is opened: opening a pipe would wait for its other end.
+    if !std::fs::metadata(path).map_err(cannot)?.is_file() {
+        return Err(unusable("is not a regular file".to_owned()));
+    }
+    let mut bytes = Vec::new();
+    std::fs::File::open(path)
+        .and_then(|file| file.take(max + 1).read_to_end(&mut bytes))
+        .map_err(cannot)?;
+    if bytes.len() as u64 > max {
+        return Err(unusable(format!(
+            "has more than the {max} bytes that a component may have"
+        )));
+    }
+    Ok(bytes)
 }

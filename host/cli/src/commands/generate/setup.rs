@@ -15,9 +15,9 @@ use timetable_sandbox::{CodeCache, Component, Limits, Sandbox, StateDir};
 
 use crate::admin::{Group, Host};
 use crate::cli::{Generate, KvCacheDtypeArg, WeightsArg};
-use crate::commands::embedded;
 use crate::commands::explain_graphs::mode;
 use crate::commands::progress::Progress;
+use crate::commands::{embedded, read_component};
 use crate::exit::{Exit, Failure};
 
 /// What `generate` works with.
@@ -31,7 +31,7 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
     let bad = |error: &dyn std::fmt::Display| Failure::new(Exit::BadInput, error);
     if let Some(threads) = arguments.scheduling.threads {
         rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
+            .num_threads(usize::from(threads))
             .build_global()
             .map_err(Failure::of(Exit::Failure))?;
     }
@@ -75,7 +75,7 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
                 WeightsArg::Auto => Weights::Auto,
                 WeightsArg::F32 => Weights::F32,
             },
-            threads: arguments.scheduling.threads,
+            threads: arguments.scheduling.threads.map(usize::from),
         },
     )
     .map_err(|error| bad(&error))?;
@@ -130,12 +130,7 @@ fn component(
         }
     }
     if let Some((_, path)) = arguments.attention.builder.last() {
-        let bytes = std::fs::read(path).map_err(|error| {
-            Failure::new(
-                Exit::BadInput,
-                format!("component {path}: cannot be read ({error}); give the path of a component (.wasm)"),
-            )
-        })?;
+        let bytes = read_component(std::path::Path::new(path))?;
         return Ok((path.clone(), bytes));
     }
     let embedded = embedded(backend)?;
@@ -206,9 +201,7 @@ fn config(arguments: &Generate, requested: Option<String>) -> Result<EngineConfi
             Some(blocks) => CacheSize::Blocks(blocks),
             None => CacheSize::MemoryFraction(scheduling.memory_fraction),
         },
-        num_workers: scheduling
-            .threads
-            .map_or(defaults.num_workers, |threads| threads as u32),
+        num_workers: scheduling.threads.map_or(defaults.num_workers, u32::from),
         builder_options: arguments.attention.builder_option.clone(),
         ..defaults
     })
