@@ -127,7 +127,7 @@ impl ChatTemplate {
             .map_err(|e| template_error(&e))?;
         let mut prompt = Bounded(Vec::new());
         template
-            .render_to_write(
+            .render_captured_to(
                 context! {
                     messages,
                     add_generation_prompt,
