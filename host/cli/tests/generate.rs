@@ -196,8 +196,19 @@ fn bad_requests_get_one_line() {
     generate(&["--prompt", "t1", "--block-size", "0"]).fails(4, &["block_size", "0"]);
     generate(&["--prompt", "t1", "--block-size", "18446744073709551615"])
         .fails(4, &["block_size", "65536"]);
-    generate(&["--prompt", "t1", "--num-gpu-blocks-override", "2000000000"])
-        .fails(4, &["2000000000 blocks", "lower the number"]);
+    let model = tiny_llama();
+    run(&[
+        "generate",
+        "--model",
+        model.to_str().unwrap(),
+        "--prompt",
+        "t1",
+        "--admin",
+        "none",
+        "--num-gpu-blocks-override",
+        "2000000000",
+    ])
+    .fails(4, &["2000000000 blocks", "lower the number"]);
     generate(&["--prompt", "t1", "--builder", "FLASH_ATTN=/dev/zero"])
         .fails(4, &["/dev/zero", "not a regular file"]);
     generate(&["--prompt", "t1", "--chat"]).fails(4, &["chat template"]);
@@ -308,7 +319,7 @@ fn a_chat_template_cannot_run_forever_or_fill_memory() {
         "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
         "{{ '%1000000000d'|format(1) }}",
         "{{ 'x'|indent(1000000000) }}",
-        "{% for a in range(100000) %}{{ messages }}{{ messages }}{{ messages }}{{ messages }}{% endfor %}",
+        "{% for a in range(100000) %}{{ messages }}{{ messages }}{{ messages }}{{ messages }}{{ messages }}{{ messages }}{{ messages }}{{ messages }}{% endfor %}",
     ] {
         let scratch = tempfile::tempdir().unwrap();
         let model = changed_model(
