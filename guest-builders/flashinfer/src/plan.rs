@@ -29,7 +29,7 @@ pub struct Grid {
 pub struct Batch<'a> {
     /// s32 [n + 1], rising, from any start.
     pub query_start_loc: &'a [i32],
-    /// s32 [n]: keys of each request.
+    /// `s32 [n]`: keys of each request.
     pub kv_lens: &'a [i32],
     /// s32 [n + 1]: running sum of each request's pages, from 0.
     pub paged_kv_indptr: &'a [i32],

@@ -304,12 +304,12 @@ impl InputBatch {
         }
     }
 
-    /// u32 [T]: the step's token ids.
+    /// `u32 [T]`: the step's token ids.
     pub fn token_ids(&self) -> &[u32] {
         &self.token_ids
     }
 
-    /// s64 [T]: the step's positions.
+    /// `s64 [T]`: the step's positions.
     pub fn positions(&self) -> &[i64] {
         &self.positions
     }
