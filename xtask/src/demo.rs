@@ -38,7 +38,11 @@ pub fn run(arguments: &[String]) -> Result<()> {
     generate.arg("generate").arg("--model").arg(&model).args([
         "--ignore-eos",
         "--max-tokens",
-        "192",
+        "256",
+        "--temperature",
+        "0.7",
+        "--seed",
+        "1",
         "--attention-backend",
         "FLASH_ATTN",
         "--admin",
