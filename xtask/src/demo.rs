@@ -75,7 +75,7 @@ fn swap_while_running(
     replacement: &Path,
     generate: &mut Child,
 ) -> Result<()> {
-    wait_for_steps(host, socket, 24, generate)?;
+    let first = wait_for_steps(host, socket, 24, None, generate)?;
     heading(
         "another split policy takes its place: timetable reload FLASH_ATTN flash-attn-fixed-split.wasm",
     );
@@ -84,14 +84,20 @@ fn swap_while_running(
         "{}",
         output(host, &["reload", "FLASH_ATTN", &path, "--admin", socket])?
     );
-    wait_for_steps(host, socket, 24, generate)?;
+    wait_for_steps(host, socket, 24, Some(&first), generate)?;
     heading("timetable builders");
     eprintln!("{}", output(host, &["builders", "--admin", socket])?);
     Ok(())
 }
 
-/// Waits until the active builder has served `steps` steps.
-fn wait_for_steps(host: &str, socket: &str, steps: u64, generate: &mut Child) -> Result<()> {
+/// Waits until a version, another one than `not`, has served `steps` steps. Returns its hash.
+fn wait_for_steps(
+    host: &str,
+    socket: &str,
+    steps: u64,
+    not: Option<&str>,
+    generate: &mut Child,
+) -> Result<String> {
     let deadline = Instant::now() + Duration::from_secs(120);
     while Instant::now() < deadline {
         if let Some(status) = generate.try_wait()? {
@@ -101,13 +107,17 @@ fn wait_for_steps(host: &str, socket: &str, steps: u64, generate: &mut Child) ->
             .args(["builders", "--json", "--admin", socket])
             .output()
             .with_context(|| format!("{host} could not be started"))?;
-        let built = serde_json::from_slice::<serde_json::Value>(&answer.stdout)
-            .ok()
-            .and_then(|table| table["builders"][0]["steps"].as_u64());
-        if built.is_some_and(|built| built >= steps) {
-            return Ok(());
+        let table: serde_json::Value = serde_json::from_slice(&answer.stdout).unwrap_or_default();
+        let builder = &table["builders"][0];
+        if let (Some(version), Some(built)) = (
+            builder["active"]["version"].as_str(),
+            builder["steps"].as_u64(),
+        ) && Some(version) != not
+            && built >= steps
+        {
+            return Ok(version.to_owned());
         }
-        std::thread::sleep(Duration::from_millis(50));
+        std::thread::sleep(Duration::from_millis(20));
     }
-    bail!("the builder did not serve {steps} steps within two minutes")
+    bail!("no version served {steps} steps within two minutes")
 }
