@@ -1,10 +1,11 @@
-//! The project's own tasks: `cargo xtask demo | test | bench | guests | model`.
+//! The project's own tasks: `cargo xtask demo | test | bench | guests | model | kernels`.
 //!
 //! `demo` and `test` work from a fresh clone, alone: they add the wasm target, fetch the default model, build what is
 //! missing and then do their work. Everything here runs other programs; nothing of the product lives here.
 
 mod bench;
 mod demo;
+mod kernels;
 mod licences;
 mod model;
 mod process;
@@ -25,6 +26,8 @@ Tasks:
   test [--quick]           Everything a fresh machine needs, then all tests (--quick: no model runs)
   bench [NAME…] [--json]   Measure: name, value, unit, ratio and to what; without a name, all (--list names them)
   guests                   Build the host and write its reference components to target/guests
+  kernels [--targets LIST] Build the CUDA kernels into target/kernels, with a compiler of its own where there is none;
+                           LIST: such as '90a ptx80'; else all targets
   model                    Fetch the default model into target/models
   help                     This text
 ";
@@ -51,6 +54,7 @@ fn run() -> Result<()> {
         "bench" => bench::run(rest),
         "guests" => guests().map(drop),
         "model" => model().map(drop),
+        "kernels" => kernels::run_task(rest),
         "help" | "--help" | "-h" => {
             print!("{HELP}");
             Ok(())

@@ -20,6 +20,8 @@ pub fn run(arguments: &[String]) -> Result<()> {
     if !quick {
         heading("default model");
         crate::model()?;
+        // Before anything is compiled, which embeds what is there.
+        crate::kernels::for_tests()?;
     }
 
     heading("formatting");

@@ -1,1 +1,4 @@
 //! The CUDA device.
+
+pub mod images;
+pub mod params;
