@@ -1,4 +1,4 @@
-// The model's other layers: RMSNorm, RoPE, SiLU times, embedding, greedy argmax. Plain rather than clever. Arithmetic is
+// The model's other layers: RMSNorm, RoPE, SiLU times, embedding, rows gathered, greedy argmax. Plain rather than clever. Arithmetic is
 // f32 whatever the element type; each element is rounded once. Must never know attention.
 #include "common.cuh"
 
@@ -47,6 +47,28 @@ __device__ __forceinline__ void rms_norm(E *output, const E *input, E *residual,
     }
 }
 
+// RMSNorm of each head in place, one warp a head; `weight` has head_size elements. Grid: (tokens); the heads of a packed row
+// that share a weight, so that a row of queries, keys and values takes two launches.
+template <class E>
+__device__ __forceinline__ void head_norm(E *x, const E *weight, int64_t stride, int num_heads, int head_size, float eps) {
+    const int lane = threadIdx.x % 32;
+    for (int head = threadIdx.x / 32; head < num_heads; head += blockDim.x / 32) {
+        E *at = x + blockIdx.x * stride + static_cast<int64_t>(head) * head_size;
+        float squares = 0.0f;
+        for (int i = lane; i < head_size; i += 32) {
+            float value = Type<E>::widen(at[i]);
+            squares = fmaf(value, value, squares);
+        }
+        for (int mask = 16; mask > 0; mask >>= 1) {
+            squares += __shfl_xor_sync(0xffffffffu, squares, mask);
+        }
+        const float factor = rsqrtf(squares / static_cast<float>(head_size) + eps);
+        for (int i = lane; i < head_size; i += 32) {
+            at[i] = Type<E>::narrow(Type<E>::widen(at[i]) * factor * Type<E>::widen(weight[i]));
+        }
+    }
+}
+
 // Rotates the first rotary_size elements of each head in place. cos_sin is f32 [positions, rotary_size], cosines before
 // sines. Pairs are (i, i + rotary_size / 2), or neighbours where interleaved. Grid: (tokens); positions are s64.
 template <class E>
@@ -89,6 +111,26 @@ __device__ __forceinline__ void embedding(E *output, const E *table, const int32
     uint4 *to = reinterpret_cast<uint4 *>(output + token * output_stride);
     for (int i = threadIdx.x; i < hidden * static_cast<int>(sizeof(E)) / 16; i += blockDim.x) {
         to[i] = real ? __ldg(from + i) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+// out[r] = input[indices[r]], rows of `size` elements; zeros for an index outside [0, num_rows). Vectors of 16 bytes where
+// everything is aligned to them. Grid: (rows).
+template <class E>
+__device__ __forceinline__ void gather_rows(E *output, const E *input, const int32_t *indices, int64_t output_stride,
+                                            int64_t input_stride, int size, int num_rows) {
+    const int index = indices[blockIdx.x];
+    const bool real = index >= 0 && index < num_rows;
+    const E *from = input + (real ? index : 0) * input_stride;
+    E *to = output + blockIdx.x * output_stride;
+    const unsigned long long bits = reinterpret_cast<unsigned long long>(from) | reinterpret_cast<unsigned long long>(to);
+    constexpr int kWide = 16 / static_cast<int>(sizeof(E));
+    const int wide = bits % 16 == 0 ? size / kWide : 0;
+    for (int i = threadIdx.x; i < wide; i += blockDim.x) {
+        reinterpret_cast<uint4 *>(to)[i] = real ? reinterpret_cast<const uint4 *>(from)[i] : make_uint4(0, 0, 0, 0);
+    }
+    for (int i = wide * kWide + threadIdx.x; i < size; i += blockDim.x) {
+        to[i] = real ? from[i] : Type<E>::narrow(0.0f);
     }
 }
 
@@ -159,6 +201,15 @@ __device__ __forceinline__ void argmax(int32_t *output, const E *logits, int64_t
     extern "C" __global__ void tt_embedding_##suffix(E *output, const E *table, const int32_t *ids,                   \
                                                      int64_t output_stride, int hidden, int vocabulary) {             \
         tt::embedding<E>(output, table, ids, output_stride, hidden, vocabulary);                                      \
+    }                                                                                                                 \
+    extern "C" __global__ void tt_head_norm_##suffix(E *x, const E *weight, int64_t stride, int num_heads,            \
+                                                     int head_size, float eps) {                                      \
+        tt::head_norm<E>(x, weight, stride, num_heads, head_size, eps);                                               \
+    }                                                                                                                 \
+    extern "C" __global__ void tt_gather_rows_##suffix(E *output, const E *input, const int32_t *indices,             \
+                                                       int64_t output_stride, int64_t input_stride, int size,         \
+                                                       int num_rows) {                                                \
+        tt::gather_rows<E>(output, input, indices, output_stride, input_stride, size, num_rows);                      \
     }                                                                                                                 \
     extern "C" __global__ void tt_argmax_##suffix(int32_t *output, const E *logits, int64_t stride, int vocabulary) { \
         tt::argmax<E>(output, logits, stride, vocabulary);                                                            \

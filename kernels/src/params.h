@@ -63,11 +63,27 @@ typedef struct TtPlanParams {
     int32_t reserved;
 } TtPlanParams;
 
+/* What a step changes of one FlashInfer work list; in device memory, so that a captured graph replays with any of them. What
+ * exceeds the launch's limits is cut to them. 40 bytes. */
+typedef struct TtWorkListSizes {
+    int32_t num_items;   /* w */
+    int32_t num_reqs;    /* n */
+    int32_t num_tiles;   /* query tiles of all requests */
+    int32_t first_token; /* the part's first token */
+    int32_t cta_tile_q;
+    int32_t kv_chunk_size;
+    int32_t causal;
+    int32_t tail_begin; /* as in the header; equal: none */
+    int32_t tail_end;
+    int32_t reserved;
+} TtWorkListSizes;
+
 /* Arguments of tt_plan_flashinfer: a FlashInfer work list of one part (decodes or prefills), to work items. The attention
  * kernels then take paged_kv_indices for block_table, and 1 for its stride. */
 typedef struct TtWorkListParams {
     TtWorkHeader *header;
     TtWorkItem *items;              /* [max_work_items] */
+    const TtWorkListSizes *sizes;   /* on the device */
     const int32_t *qo_indptr;       /* [n + 1], rebased to the part */
     const int32_t *paged_kv_indptr; /* [n + 1] */
     const int32_t *seq_lens;        /* [n] keys of each request */
@@ -75,18 +91,12 @@ typedef struct TtWorkListParams {
     const int32_t *qo_tile_indices; /* [w] */
     const int32_t *kv_tile_indices; /* [w] */
     const int32_t *merge_indptr;    /* [num_tiles + 1] */
-    int32_t num_items;              /* w */
-    int32_t num_reqs;               /* n */
-    int32_t num_tiles;              /* query tiles of all requests */
-    int32_t first_token;            /* the part's first token */
     int32_t heads_per_kv_head;
-    int32_t cta_tile_q;
-    int32_t kv_chunk_size;
-    int32_t max_work_items;
-    int32_t causal;
-    int32_t tail_begin; /* as in the header; equal: none */
-    int32_t tail_end;
-    int32_t reserved;
+    int32_t tile_rows;      /* the attention kernel's: 16, 64 or 128; a list with a larger cta_tile_q gives no items */
+    int32_t max_work_items; /* the launch promise: items and partial results beyond it are dropped, never written */
+    int32_t max_reqs;       /* requests and tiles beyond these are ignored; the launch's dynamic shared memory is */
+    int32_t max_tiles;      /* 4 * (max_reqs + 1 + max_tiles) bytes */
+    int32_t max_tokens;     /* tokens of the (padded) batch: no item and no tail reaches beyond */
 } TtWorkListParams;
 
 /* Arguments of the decode and prefill kernels: one layer. */
@@ -191,7 +201,8 @@ enum TtUnpackKind {
     TT_UNPACK_TOKEN_TO_ROW = 17,  /* the row of each of the step's tokens; 0 beyond the last request's */
     TT_UNPACK_SEGMENT_IDS = 18,   /* list: cu_seq_lens [rows + 1]; the segment of each element */
     TT_UNPACK_CONV_ROWS = 19,     /* per width tokens of rows [first_row, + rows): the row, counted from first_row */
-    TT_UNPACK_CONV_OFFSETS = 20   /* the same chunks: the chunk's index within its row */
+    TT_UNPACK_CONV_OFFSETS = 20,  /* the same chunks: the chunk's index within its row */
+    TT_UNPACK_FEED_TOKENS = 21    /* list: rows token ids; v < 0 stands for source[-1 - v], of width elements */
 };
 
 /* One operation: writes destination[0, room), the tensor's own elements first and `fill` after them. 64 bytes. */
@@ -210,8 +221,8 @@ typedef struct TtUnpackOp {
     int64_t list2;
 } TtUnpackOp;
 
-/* Arguments of tt_unpack. Operations of one launch must not depend on each other: what updates the step's inputs and block
- * table goes into a launch before what reads them. */
+/* Arguments of tt_unpack, one cooperative launch. Operations [0, num_first_ops) run first; the others may read what those
+ * wrote: the step's inputs and the block table. Within either group no operation may depend on another. */
 typedef struct TtUnpackParams {
     const void *slot;               /* the step's packed bytes on the device */
     const TtUnpackOp *ops;          /* within the slot, as a rule */
@@ -219,7 +230,8 @@ typedef struct TtUnpackParams {
     const int32_t *seq_lens;        /* [R] */
     int32_t *block_table;           /* [R, W] */
     int64_t block_table_stride;
-    int32_t num_ops;
+    int32_t num_first_ops;
+    int32_t num_ops; /* all, the first included */
     int32_t num_reqs;
     int32_t num_tokens; /* padded */
     int32_t table_width;
@@ -227,19 +239,31 @@ typedef struct TtUnpackParams {
     int32_t dcp_world_size;
     int32_t dcp_rank;
     int32_t dcp_interleave;
+    int32_t reserved;
 } TtUnpackParams;
+
+/* How one row of logits becomes a token: what the host's SamplingParams say, and the row's one random number. 24 bytes. */
+typedef struct TtSampleRow {
+    float temperature; /* 0 (or not a positive number): the largest logit, the lowest id of equals */
+    float top_p;       /* within (0, 1]; 1: all */
+    int32_t top_k;     /* 0: all */
+    int32_t reserved;
+    double uniform; /* within [0, 1); unused at temperature 0 */
+} TtSampleRow;
 
 /* The host's mirror must have these sizes. */
 #ifdef __cplusplus
 static_assert(sizeof(TtWorkItem) == 48, "TtWorkItem");
 static_assert(sizeof(TtWorkHeader) == 16, "TtWorkHeader");
 static_assert(sizeof(TtPlanParams) == 104, "TtPlanParams");
-static_assert(sizeof(TtWorkListParams) == 120, "TtWorkListParams");
+static_assert(sizeof(TtWorkListSizes) == 40, "TtWorkListSizes");
+static_assert(sizeof(TtWorkListParams) == 104, "TtWorkListParams");
 static_assert(sizeof(TtAttentionParams) == 184, "TtAttentionParams");
 static_assert(sizeof(TtPlainAttentionParams) == 152, "TtPlainAttentionParams");
 static_assert(sizeof(TtScatterParams) == 112, "TtScatterParams");
 static_assert(sizeof(TtUnpackOp) == 64, "TtUnpackOp");
-static_assert(sizeof(TtUnpackParams) == 80, "TtUnpackParams");
+static_assert(sizeof(TtUnpackParams) == 88, "TtUnpackParams");
+static_assert(sizeof(TtSampleRow) == 24, "TtSampleRow");
 #endif
 
 #endif

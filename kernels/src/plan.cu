@@ -116,40 +116,53 @@ extern "C" __global__ void __launch_bounds__(kThreads) tt_plan_flash_attn(const 
     }
 }
 
-// One block of 1,024 threads; 4 * (num_reqs + 1 + num_tiles) bytes of dynamic shared memory. Item w of the list becomes
-// item w; one that names nothing becomes an item without rows.
+// One block of 1,024 threads; 4 * (max_reqs + 1 + max_tiles) bytes of dynamic shared memory. Item w of the list becomes
+// item w; one that names nothing becomes an item without rows. Whatever the list holds, nothing is written, or planned to
+// be written by an attention kernel, beyond the launch's limits.
 extern "C" __global__ void __launch_bounds__(kThreads) tt_plan_flashinfer(const __grid_constant__ TtWorkListParams p) {
     extern __shared__ int shared[];
-    int *tile_begin = shared, *first_chunk = shared + p.num_reqs + 1;
+    const TtWorkListSizes sizes = *p.sizes;
+    const int tile_q = sizes.cta_tile_q, chunk_size = sizes.kv_chunk_size;
+    const bool sound = tile_q > 0 && tile_q <= p.tile_rows && chunk_size > 0;
+    const int num_reqs = min(max(sizes.num_reqs, 0), p.max_reqs), num_tiles = min(max(sizes.num_tiles, 0), p.max_tiles);
+    const int num_items = sound ? min(max(sizes.num_items, 0), p.max_work_items) : 0;
+    const int first_token = min(max(sizes.first_token, 0), p.max_tokens);
+    // The request's first token, counted from the batch's, and its number of tokens.
+    auto tokens_of = [&](int request, int &first) {
+        int begin = p.qo_indptr[request], end = p.qo_indptr[request + 1], limit = p.max_tokens - first_token;
+        begin = min(max(begin, 0), limit);
+        first = first_token + begin;
+        return min(max(end, begin), limit) - begin;
+    };
+    int *tile_begin = shared, *first_chunk = shared + p.max_reqs + 1;
     int base = 0;
-    for (int chunk = 0; chunk < p.num_reqs; chunk += kThreads) {
+    for (int chunk = 0; chunk < num_reqs; chunk += kThreads) {
         int at = chunk + threadIdx.x, count = 0;
-        if (at < p.num_reqs) {
-            count = ceil_div((p.qo_indptr[at + 1] - p.qo_indptr[at]) * p.heads_per_kv_head, p.cta_tile_q);
+        if (at < num_reqs && sound) {
+            int first;
+            count = min(ceil_div(tokens_of(at, first) * p.heads_per_kv_head, tile_q), num_tiles);
         }
         int total;
         int end = block_sum(count, &total);
-        if (at < p.num_reqs) {
-            tile_begin[at] = base + end - count;
+        if (at < num_reqs) {
+            tile_begin[at] = min(base + end - count, num_tiles);
         }
-        base += total;
+        base = min(base + total, num_tiles);
     }
     if (threadIdx.x == 0) {
-        tile_begin[p.num_reqs] = base;
+        tile_begin[num_reqs] = base;
     }
-    for (int tile = threadIdx.x; tile < p.num_tiles; tile += kThreads) {
+    for (int tile = threadIdx.x; tile < num_tiles; tile += kThreads) {
         first_chunk[tile] = 0x7fffffff;
     }
     __syncthreads();
     auto tile_of = [&](int w) -> int {
         int request = p.request_indices[w], q = p.qo_tile_indices[w];
-        if (request < 0 || request >= p.num_reqs || q < 0 || p.kv_tile_indices[w] < 0) {
+        if (request < 0 || request >= num_reqs || q < 0 || p.kv_tile_indices[w] < 0) {
             return -1;
         }
-        int tile = tile_begin[request] + q;
-        return tile < tile_begin[request + 1] && tile < p.num_tiles ? tile : -1;
+        return q < tile_begin[request + 1] - tile_begin[request] ? tile_begin[request] + q : -1;
     };
-    int num_items = min(p.num_items, p.max_work_items);
     for (int w = threadIdx.x; w < num_items; w += kThreads) {
         int tile = tile_of(w);
         if (tile >= 0) {
@@ -162,23 +175,23 @@ extern "C" __global__ void __launch_bounds__(kThreads) tt_plan_flashinfer(const 
         item.num_slots = 1;
         int tile = tile_of(w);
         if (tile >= 0) {
-            int request = p.request_indices[w], chunk = p.kv_tile_indices[w];
-            int packed = (p.qo_indptr[request + 1] - p.qo_indptr[request]) * p.heads_per_kv_head;
-            int slot = p.merge_indptr[tile] + chunk - first_chunk[tile];
-            if (slot < p.merge_indptr[tile + 1]) {
-                long long key = static_cast<long long>(chunk) * p.kv_chunk_size;
+            int request = p.request_indices[w], chunk = p.kv_tile_indices[w], first;
+            int begin = p.merge_indptr[tile], end = p.merge_indptr[tile + 1], index = chunk - first_chunk[tile];
+            // Partial results [begin, end) are the tile's.
+            if (begin >= 0 && end <= p.max_work_items && index < end - begin) {
+                long long key = static_cast<long long>(chunk) * chunk_size;
                 item.row = p.paged_kv_indptr[request];
-                item.first_token = p.first_token + p.qo_indptr[request];
-                item.query_len = p.qo_indptr[request + 1] - p.qo_indptr[request];
+                item.query_len = tokens_of(request, first);
+                item.first_token = first;
                 item.kv_len = max(p.seq_lens[request], 0);
-                item.row_begin = p.qo_tile_indices[w] * p.cta_tile_q;
-                item.row_end = min(item.row_begin + p.cta_tile_q, packed);
+                item.row_begin = p.qo_tile_indices[w] * tile_q;
+                item.row_end = min(item.row_begin + tile_q, item.query_len * p.heads_per_kv_head);
                 item.key_begin = static_cast<int>(min(key, static_cast<long long>(item.kv_len)));
-                item.key_end = static_cast<int>(min(key + p.kv_chunk_size, static_cast<long long>(item.kv_len)));
-                item.causal = p.causal;
-                item.slot = slot;
-                item.first_slot = p.merge_indptr[tile];
-                item.num_slots = p.merge_indptr[tile + 1] - p.merge_indptr[tile];
+                item.key_end = static_cast<int>(min(key + chunk_size, static_cast<long long>(item.kv_len)));
+                item.causal = sizes.causal;
+                item.slot = begin + index;
+                item.first_slot = begin;
+                item.num_slots = end - begin;
             }
         }
         p.items[w] = item;
@@ -186,8 +199,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) tt_plan_flashinfer(const 
     if (threadIdx.x == 0) {
         TtWorkHeader header = {};
         header.num_items = num_items;
-        header.tail_begin = p.tail_begin;
-        header.tail_end = p.tail_end;
+        header.tail_begin = min(max(sizes.tail_begin, 0), p.max_tokens);
+        header.tail_end = min(sizes.tail_end, p.max_tokens);
         *p.header = header;
     }
 }

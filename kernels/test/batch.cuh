@@ -125,6 +125,7 @@ struct Plan {
     Buffer<TtWorkHeader> header{1};
     Buffer<TtWorkItem> items;
     Buffer<int32_t> request_indices, qo_tiles, kv_tiles, merge, page_indptr, page_indices;
+    Buffer<TtWorkListSizes> sizes{1};
     int max_items = 1, tile = 16, partial_rows = 16;
     bool flat_pages = false;
 
@@ -213,9 +214,20 @@ struct Plan {
         flat_pages = true;
         max_items = std::max<int>(static_cast<int>(requests.size()), 1);
         items.resize(max_items);
+        TtWorkListSizes z = {};
+        z.num_items = static_cast<int32_t>(requests.size());
+        z.num_reqs = b.rows;
+        z.num_tiles = tiles;
+        z.cta_tile_q = tile;
+        z.kv_chunk_size = s.work_list;
+        z.causal = s.causal;
+        z.tail_begin = with_tail ? b.tokens : 0;
+        z.tail_end = with_tail ? b.padded : 0;
+        sizes = Buffer<TtWorkListSizes>(std::vector<TtWorkListSizes>{z});
         TtWorkListParams p = {};
         p.header = header.data;
         p.items = items.data;
+        p.sizes = sizes.data;
         p.qo_indptr = b.d_starts.data;
         p.paged_kv_indptr = page_indptr.data;
         p.seq_lens = b.d_lens.data;
@@ -223,16 +235,12 @@ struct Plan {
         p.qo_tile_indices = qo_tiles.data;
         p.kv_tile_indices = kv_tiles.data;
         p.merge_indptr = merge.data;
-        p.num_items = static_cast<int32_t>(requests.size());
-        p.num_reqs = b.rows;
-        p.num_tiles = tiles;
         p.heads_per_kv_head = s.group;
-        p.cta_tile_q = tile;
-        p.kv_chunk_size = s.work_list;
+        p.tile_rows = tile;
         p.max_work_items = max_items;
-        p.causal = s.causal;
-        p.tail_begin = with_tail ? b.tokens : 0;
-        p.tail_end = with_tail ? b.padded : 0;
+        p.max_reqs = b.rows;
+        p.max_tiles = tiles;
+        p.max_tokens = b.padded;
         launch("tt_plan_flashinfer", 1, 1024, 4 * (b.rows + 1 + tiles), p);
     }
 };

@@ -145,6 +145,14 @@ void launch(const std::string &name, dim3 grid, dim3 block, int shared, Args... 
     launch_raw(name, grid, block, shared, args);
 }
 
+// All blocks resident together, so that the kernel may hold a barrier over them.
+template <class... Args>
+void launch_cooperative(const std::string &name, dim3 grid, dim3 block, int shared, Args... values) {
+    void *args[] = {static_cast<void *>(&values)...};
+    DRIVER(cuLaunchCooperativeKernel(modules.get(name).function, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared,
+                                     stream, args));
+}
+
 // Median microseconds of one replay of the graph that `work(i)` is captured into, the inputs i = 0 .. sets rotating.
 double graph_time(int sets, int iterations, const std::function<void(int)> &work);
 

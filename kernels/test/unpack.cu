@@ -77,16 +77,23 @@ struct Pack {
         ops.push_back(op);
         return ops.back();
     }
-    void run(const Step &s, int slices) {
-        Buffer<unsigned char> d_slot(slot);
-        Buffer<TtUnpackOp> d_ops(ops);
+    // An operation that writes into the step's own `to`, which its test looks at.
+    TtUnpackOp &add_to(Buffer<int32_t> &to, int kind, int rows) {
+        TtUnpackOp &op = add("", kind, {}, 0);
+        op.destination = to.data;
+        op.rows = rows;
+        op.room = static_cast<int>(to.size);
+        return op;
+    }
+    TtUnpackParams params(const Step &s, const void *packed, const TtUnpackOp *operations, int num_first) const {
         TtUnpackParams p = {};
-        p.slot = d_slot.data;
-        p.ops = d_ops.data;
+        p.slot = packed;
+        p.ops = operations;
         p.query_start_loc = s.d_starts.data;
         p.seq_lens = s.d_lens.data;
         p.block_table = s.d_table.data;
         p.block_table_stride = s.stride;
+        p.num_first_ops = num_first;
         p.num_ops = static_cast<int32_t>(ops.size());
         p.num_reqs = s.reqs;
         p.num_tokens = s.padded;
@@ -95,7 +102,16 @@ struct Pack {
         p.dcp_world_size = s.ranks;
         p.dcp_rank = s.rank;
         p.dcp_interleave = s.interleave;
-        launch("tt_unpack", dim3(static_cast<unsigned>(ops.size()), slices), 256, 0, p);
+        return p;
+    }
+    // On a grid of `blocks`; operations [0, num_first) before the others.
+    void run(const Step &s, int blocks, int num_first) {
+        for (auto &destination : destinations) {
+            destination.poison();
+        }
+        Buffer<unsigned char> d_slot(slot);
+        Buffer<TtUnpackOp> d_ops(ops);
+        launch_cooperative("tt_unpack", blocks, 256, 0, params(s, d_slot.data, d_ops.data, num_first));
         CUDA(cudaStreamSynchronize(stream));
         for (size_t i = 0; i < ops.size(); ++i) {
             auto raw = destinations[i].host();
@@ -111,34 +127,35 @@ struct Pack {
     }
 };
 
-void one(int n, int longest_query, int longest, int page, int slices) {
+void one(int n, int longest_query, int longest, int page) {
     Step s(n, longest_query, longest, page);
-    {
-        // First what updates the table, alone.
-        Pack pack;
-        std::vector<int32_t> triples;
-        for (int i = 0; i < 20; ++i) {
-            int row = random_int(-1, n), column = random_int(-1, s.width), block = random_int(0, 1 << 20);
-            bool real = row >= 0 && row < n && column >= 0 && column < s.width;
-            bool again = false;
-            for (size_t j = 0; j < triples.size(); j += 3) {
-                again |= triples[j] == row && triples[j + 1] == column;
-            }
-            if (again) {
-                continue;
-            }
-            triples.insert(triples.end(), {row, column, block});
-            if (real) {
-                s.table[row * s.stride + column] = block;
-            }
-        }
-        TtUnpackOp &op = pack.add("table updates", TT_UNPACK_TABLE_UPDATES, {}, 0);
-        op.list = pack.put(triples);
-        op.rows = static_cast<int32_t>(triples.size() / 3);
-        pack.run(s, slices);
-        results.check(s.d_table.host() == s.table, "unpack table updates: the block table");
-    }
+    const std::vector<int32_t> old_table = s.table;
     Pack pack;
+    // First what the step changes: the inputs, and entries of the block table, some of which do not exist. All the other
+    // operations, in the same launch, read what these wrote.
+    std::vector<int32_t> triples;
+    for (int i = 0; i < 20 + 3 * n; ++i) {
+        int row = random_int(-1, n), column = random_int(-1, s.width), block = random_int(0, 1 << 20);
+        bool real = row >= 0 && row < n && column >= 0 && column < s.width;
+        bool again = false;
+        for (size_t j = 0; j < triples.size(); j += 3) {
+            again |= triples[j] == row && triples[j + 1] == column;
+        }
+        if (again) {
+            continue;
+        }
+        triples.insert(triples.end(), {row, column, block});
+        if (real) {
+            s.table[row * s.stride + column] = block;
+        }
+    }
+    TtUnpackOp &updates = pack.add_to(s.d_table, TT_UNPACK_TABLE_UPDATES, static_cast<int>(triples.size() / 3));
+    updates.list = pack.put(triples);
+    TtUnpackOp &new_starts = pack.add_to(s.d_starts, TT_UNPACK_VALUES, n + 1);
+    new_starts.list = pack.put(s.starts);
+    TtUnpackOp &new_lens = pack.add_to(s.d_lens, TT_UNPACK_VALUES, n);
+    new_lens.list = pack.put(s.lens);
+    const int num_first = static_cast<int>(pack.ops.size());
     const int first = random_int(0, n - 1), rows = random_int(1, n - first);
     auto over_rows = [&](auto value) {
         std::vector<int64_t> own;
@@ -167,6 +184,26 @@ void one(int n, int longest_query, int longest, int page, int slices) {
     auto &b = pack.add("values64", TT_UNPACK_VALUES64, wide);
     b.list = pack.put(wide);
     b.rows = static_cast<int32_t>(wide.size());
+    // Token ids, some of them references to what the step before sampled, one of which it did not.
+    std::vector<int32_t> sampled(random_int(1, 300)), fed(random_int(1, 700));
+    for (auto &v : sampled) {
+        v = random_int(0, 1000000);
+    }
+    own.clear();
+    for (auto &v : fed) {
+        int from = random_int(0, static_cast<int>(sampled.size()) - 1);
+        bool known = random_int(0, 1) != 0;
+        v = known ? random_int(0, 1000000) : -1 - from;
+        own.push_back(known ? v : sampled[from]);
+    }
+    Buffer<int32_t> d_sampled(sampled);
+    auto &t = pack.add("feed tokens", TT_UNPACK_FEED_TOKENS, own);
+    fed[0] = random_int(0, 1) != 0 ? -1 - static_cast<int>(sampled.size()) : INT32_MIN;
+    pack.want.back()[0] = t.fill;
+    t.list = pack.put(fed);
+    t.rows = static_cast<int32_t>(fed.size());
+    t.width = static_cast<int32_t>(sampled.size());
+    t.source = d_sampled.data;
     own.assign(s.lens.begin(), s.lens.end());
     auto &c = pack.add("copy", TT_UNPACK_COPY, own);
     c.source = s.d_lens.data;
@@ -273,17 +310,27 @@ void one(int n, int longest_query, int longest, int page, int slices) {
     }
     range(pack.add("conv rows", TT_UNPACK_CONV_ROWS, conv_rows)).width = 8;
     range(pack.add("conv offsets", TT_UNPACK_CONV_OFFSETS, conv_offsets)).width = 8;
-    pack.run(s, slices);
+    int multiprocessors = 0;
+    CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+    for (int blocks : {1, random_int(2, 31), multiprocessors}) {
+        CUDA(cudaMemcpy(s.d_table.data, old_table.data(), old_table.size() * 4, cudaMemcpyHostToDevice));
+        s.d_starts.poison();
+        s.d_lens.poison();
+        pack.run(s, blocks, num_first);
+        results.check(s.d_table.host() == s.table, "unpack table updates: the block table");
+        results.check(s.d_starts.host() == s.starts && s.d_lens.host() == s.lens, "unpack values: the step's inputs");
+    }
 }
 
 }  // namespace
 
 void test_unpack() {
     int before = results.passed;
-    one(1, 3, 40, 16, 1);
-    one(7, 30, 300, 16, 3);
-    one(64, 5, 500, 48, 4);
-    one(600, 20, 200, 64, 2);
+    one(1, 3, 40, 16);
+    one(7, 30, 300, 16);
+    one(64, 5, 500, 48);
+    one(600, 20, 200, 64);
+    one(300, 2, 10000, 16);  // some 100,000 pages
     std::printf("unpack: %d checks\n", results.passed - before);
 }
 
@@ -296,41 +343,29 @@ void bench_unpack() {
         indptr.push_back(indptr.back() + (s.lens[r] + 15) / 16);
         triples.insert(triples.end(), {r, 3, 4});
     }
-    Pack first, second;
+    Pack pack;
     std::vector<int64_t> own(256), pages(indptr.back());
     for (int i = 0; i < 2; ++i) {
-        auto &op = first.add("", TT_UNPACK_VALUES, own, 0);
-        op.list = first.put(small);
+        auto &op = pack.add("", TT_UNPACK_VALUES, own, 0);
+        op.list = pack.put(small);
         op.rows = 256;
-        auto &op64 = first.add("", TT_UNPACK_VALUES64, own, 0);
-        op64.list = first.put(wide);
+        auto &op64 = pack.add("", TT_UNPACK_VALUES64, own, 0);
+        op64.list = pack.put(wide);
         op64.rows = 256;
     }
-    auto &updates = first.add("", TT_UNPACK_TABLE_UPDATES, {}, 0);
-    updates.list = first.put(triples);
-    updates.rows = 256;
-    auto &gather = second.add("", TT_UNPACK_GATHER_PAGES, pages, 0);
-    gather.list = second.put(indptr);
+    auto &updates = pack.add_to(s.d_table, TT_UNPACK_TABLE_UPDATES, 256);
+    updates.list = pack.put(triples);
+    const int num_first = static_cast<int>(pack.ops.size());
+    auto &gather = pack.add("", TT_UNPACK_GATHER_PAGES, pages, 0);
+    gather.list = pack.put(indptr);
     gather.rows = 256;
-    second.add("", TT_UNPACK_CU_PAGE_COUNTS, own, 1).rows = 256;
-    Buffer<unsigned char> slots[2] = {Buffer<unsigned char>(first.slot), Buffer<unsigned char>(second.slot)};
-    Buffer<TtUnpackOp> ops[2] = {Buffer<TtUnpackOp>(first.ops), Buffer<TtUnpackOp>(second.ops)};
-    double us = graph_time(1, 60, [&](int) {
-        for (int phase = 0; phase < 2; ++phase) {
-            TtUnpackParams p = {};
-            p.slot = slots[phase].data;
-            p.ops = ops[phase].data;
-            p.query_start_loc = s.d_starts.data;
-            p.seq_lens = s.d_lens.data;
-            p.block_table = s.d_table.data;
-            p.block_table_stride = s.stride;
-            p.num_ops = static_cast<int32_t>(ops[phase].size);
-            p.num_reqs = s.reqs;
-            p.num_tokens = s.padded;
-            p.table_width = s.width;
-            p.block_size = s.page;
-            launch("tt_unpack", dim3(static_cast<unsigned>(ops[phase].size), 16), 256, 0, p);
-        }
-    });
-    std::printf("unpack of 256 decodes, %d pages gathered, two launches: %.1f us\n", indptr.back(), us);
+    pack.add("", TT_UNPACK_CU_PAGE_COUNTS, own, 1).rows = 256;
+    Buffer<unsigned char> slot(pack.slot);
+    Buffer<TtUnpackOp> ops(pack.ops);
+    for (int blocks : {16, 64, 132}) {
+        double us = graph_time(1, 60, [&](int) {
+            launch_cooperative("tt_unpack", blocks, 256, 0, pack.params(s, slot.data, ops.data, num_first));
+        });
+        std::printf("unpack of 256 decodes, %d pages gathered, %d blocks: %.1f us\n", indptr.back(), blocks, us);
+    }
 }
