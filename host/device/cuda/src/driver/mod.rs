@@ -1,0 +1,34 @@
+//! The driver's objects as safe types: [`Device`], [`Stream`], [`Event`], [`DeviceBuffer`], [`PinnedBuffer`], [`Module`],
+//! [`Function`], [`Graph`], [`GraphExec`]. It must never know what a kernel computes.
+//!
+//! Three levels, not mixed: the raw bindings are called by `fallible` only; the types here call `fallible` only.
+//!
+//! **Ownership rule.** Asynchronous work holds no reference to the memory it reads or writes. Whoever frees a
+//! [`DeviceBuffer`] or [`PinnedBuffer`] first makes sure that the streams which use it have passed that use
+//! ([`Stream::synchronize`], [`Event::synchronize`]), and that no graph which was captured with it is launched again. `Drop`
+//! does not synchronise the context: that would break a capture which another thread has begun.
+//!
+//! **Threads.** Every call that needs the device's context makes it current on the calling thread ([`Device::bind`]), which
+//! costs nothing when it already is.
+
+mod device;
+mod event;
+pub(crate) mod fallible;
+mod graph;
+mod memory;
+mod module;
+mod stream;
+
+pub use device::{Device, MemoryInfo};
+pub use event::Event;
+pub use graph::{Graph, GraphExec};
+pub use memory::{DeviceBuffer, DevicePtr, PinnedBuffer};
+pub use module::{Function, Launch, Module};
+pub use stream::{CaptureMode, Stream};
+
+/// Logs what a `Drop` could not report.
+fn log_drop(result: crate::error::Result<()>) {
+    if let Err(error) = result {
+        tracing::debug!(%error, "a CUDA object was not released");
+    }
+}
