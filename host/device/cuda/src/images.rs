@@ -50,6 +50,15 @@ pub fn run_on(targets: &[&str], capability: (u32, u32)) -> bool {
     targets.iter().any(|target| runs_on(target, capability))
 }
 
+/// A target as compilers name it: `sm_90a`, `PTX of compute_80`.
+#[must_use]
+pub fn describe(target: &str) -> String {
+    match target.strip_prefix("ptx") {
+        Some(number) => format!("PTX of compute_{number}"),
+        None => format!("sm_{target}"),
+    }
+}
+
 fn runs_on(target: &str, (major, minor): (u32, u32)) -> bool {
     let (number, ptx) = match target.strip_prefix("ptx") {
         Some(number) => (number, true),

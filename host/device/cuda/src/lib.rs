@@ -8,8 +8,11 @@ pub mod blas;
 pub mod driver;
 pub mod error;
 pub mod images;
+pub mod kernels;
 mod libraries;
 pub mod nvtx;
+pub mod ops;
 pub mod params;
 
 pub use error::CudaError;
+pub use kernels::Kernels;

@@ -3,10 +3,12 @@
 //! Knows layouts and units only. Must never know how work was chosen, who owns the memory that an address names, nor how a
 //! kernel is launched. `kernels/src/params.h` is the one description; a test holds names, order, types and sizes to it.
 //!
-//! Addresses are device addresses (`u64`; 0 is null, where the field allows it). Strides are in elements, offsets 64-bit.
+//! Addresses are the device's; null is [`DevicePtr::NULL`], where a field allows it. Strides are in elements, offsets 64-bit.
 //! T tokens, R requests (rows), W block-table columns, Hq query heads, Hkv KV heads, D head size, G = Hq / Hkv.
 
 use bytemuck::{Pod, Zeroable};
+
+use crate::driver::DevicePtr;
 
 /// Defines each struct once: the fields, the size that the header asserts, and the list that the test compares.
 macro_rules! mirror {
@@ -75,19 +77,19 @@ mirror! {
     /// Arguments of `tt_plan_flash_attn`.
     PlanParams = "TtPlanParams", 104 {
         /// [`WorkHeader`], written.
-        header: u64,
+        header: DevicePtr,
         /// [`WorkItem`] `[max_work_items]`, written.
-        items: u64,
+        items: DevicePtr,
         /// s32 `[R + 1]`.
-        query_start_loc: u64,
+        query_start_loc: DevicePtr,
         /// s32 `[R]`.
-        seq_lens: u64,
+        seq_lens: DevicePtr,
         /// s32 `[R]`, each at least 1; null: all 1.
-        num_splits: u64,
+        num_splits: DevicePtr,
         /// s32 `[R]`, a permutation: the order in which rows' tiles start; null: natural.
-        row_order: u64,
+        row_order: DevicePtr,
         /// s32 `[R]`; null: `causal_all`.
-        causal: u64,
+        causal: DevicePtr,
         /// R.
         num_reqs: i32,
         /// Tokens of the padded batch.
@@ -141,25 +143,25 @@ mirror! {
     /// Arguments of `tt_plan_flashinfer`.
     WorkListParams = "TtWorkListParams", 104 {
         /// [`WorkHeader`], written.
-        header: u64,
+        header: DevicePtr,
         /// [`WorkItem`] `[max_work_items]`, written.
-        items: u64,
+        items: DevicePtr,
         /// One [`WorkListSizes`].
-        sizes: u64,
+        sizes: DevicePtr,
         /// s32 `[n + 1]`, rebased to the part.
-        qo_indptr: u64,
+        qo_indptr: DevicePtr,
         /// s32 `[n + 1]`.
-        paged_kv_indptr: u64,
+        paged_kv_indptr: DevicePtr,
         /// s32 `[n]`: keys of each request.
-        seq_lens: u64,
+        seq_lens: DevicePtr,
         /// s32 `[w]`.
-        request_indices: u64,
+        request_indices: DevicePtr,
         /// s32 `[w]`.
-        qo_tile_indices: u64,
+        qo_tile_indices: DevicePtr,
         /// s32 `[w]`.
-        kv_tile_indices: u64,
+        kv_tile_indices: DevicePtr,
         /// s32 `[num_tiles + 1]`.
-        merge_indptr: u64,
+        merge_indptr: DevicePtr,
         /// G.
         heads_per_kv_head: i32,
         /// What the attention kernel of the list says: 16, 64 or 128; a list with a larger `cta_tile_q` gives no items.
@@ -177,29 +179,29 @@ mirror! {
     /// Arguments of the decode and prefill kernels: one layer.
     AttentionParams = "TtAttentionParams", 184 {
         /// `[T, Hq, D]`, heads D apart.
-        query: u64,
+        query: DevicePtr,
         /// `[num_blocks, Hkv, block_size, 2 D]` by strides; a key, then its value, adjacent.
-        kv_cache: u64,
+        kv_cache: DevicePtr,
         /// `[T, Hq, D]`, the query's dtype, written.
-        output: u64,
+        output: DevicePtr,
         /// f32 `[T, Hq]`, natural logarithm, written; null: not wanted.
-        lse: u64,
+        lse: DevicePtr,
         /// f32 `[max_work_items, Hkv, partial_rows, D]`, scratch.
-        partial_output: u64,
+        partial_output: DevicePtr,
         /// f32 `[max_work_items, Hkv, partial_rows]`, scratch.
-        partial_lse: u64,
+        partial_lse: DevicePtr,
         /// s32 `[max_work_items, Hkv]`: zeros before the first launch; every launch leaves zeros.
-        merge_counters: u64,
+        merge_counters: DevicePtr,
         /// s32 `[R, W]`.
-        block_table: u64,
+        block_table: DevicePtr,
         /// [`WorkHeader`].
-        header: u64,
+        header: DevicePtr,
         /// [`WorkItem`] `[max_work_items]`.
-        items: u64,
+        items: DevicePtr,
         /// fp8 caches: f32 `[1]`, or `[Hkv]` with `kv_scale_stride` 1; null: 1.
-        k_scale: u64,
+        k_scale: DevicePtr,
         /// As `k_scale`.
-        v_scale: u64,
+        v_scale: DevicePtr,
         /// Of a token.
         query_stride: i64,
         /// Of a token.
@@ -237,21 +239,21 @@ mirror! {
     /// Arguments of `tt_attention_plain_f32`.
     PlainAttentionParams = "TtPlainAttentionParams", 152 {
         /// f32 `[T, Hq, D]`.
-        query: u64,
+        query: DevicePtr,
         /// f32, as in [`AttentionParams`].
-        kv_cache: u64,
+        kv_cache: DevicePtr,
         /// f32 `[T, Hq, D]`, written.
-        output: u64,
+        output: DevicePtr,
         /// f32 `[T, Hq]`, written, or null.
-        lse: u64,
+        lse: DevicePtr,
         /// s32 `[R, W]`.
-        block_table: u64,
+        block_table: DevicePtr,
         /// s32 `[R + 1]`.
-        query_start_loc: u64,
+        query_start_loc: DevicePtr,
         /// s32 `[R]`.
-        seq_lens: u64,
+        seq_lens: DevicePtr,
         /// s32 `[R]`; null: `causal_all`.
-        causal: u64,
+        causal: DevicePtr,
         /// Of a token.
         query_stride: i64,
         /// Of a token.
@@ -289,17 +291,17 @@ mirror! {
     /// Arguments of `tt_reshape_and_cache_*`.
     ScatterParams = "TtScatterParams", 112 {
         /// `[num_slots, Hkv, D]`, heads D apart.
-        key: u64,
+        key: DevicePtr,
         /// `[num_slots, Hkv, D]`, heads D apart.
-        value: u64,
+        value: DevicePtr,
         /// As in [`AttentionParams`], written.
-        kv_cache: u64,
+        kv_cache: DevicePtr,
         /// s64 `[num_slots]`; negative: skipped.
-        slot_mapping: u64,
+        slot_mapping: DevicePtr,
         /// fp8: stored = x / scale, saturating; null: 1.
-        k_scale: u64,
+        k_scale: DevicePtr,
         /// As `k_scale`.
-        v_scale: u64,
+        v_scale: DevicePtr,
         /// Of a token.
         key_stride: i64,
         /// Of a token.
@@ -341,9 +343,9 @@ mirror! {
         /// 0.
         reserved: i32,
         /// A persistent buffer, written.
-        destination: u64,
+        destination: DevicePtr,
         /// A device tensor, or null.
-        source: u64,
+        source: DevicePtr,
         /// Byte offset in the slot; a multiple of 8 for s64.
         list: i64,
         /// Byte offset in the slot.
@@ -353,15 +355,15 @@ mirror! {
     /// Arguments of `tt_unpack`.
     UnpackParams = "TtUnpackParams", 88 {
         /// The step's packed bytes on the device.
-        slot: u64,
+        slot: DevicePtr,
         /// [`UnpackOp`] `[num_ops]`, within the slot as a rule.
-        ops: u64,
+        ops: DevicePtr,
         /// s32 `[R + 1]`.
-        query_start_loc: u64,
+        query_start_loc: DevicePtr,
         /// s32 `[R]`.
-        seq_lens: u64,
+        seq_lens: DevicePtr,
         /// s32 `[R, W]`.
-        block_table: u64,
+        block_table: DevicePtr,
         /// Of a row.
         block_table_stride: i64,
         /// Operations of the first round: the rest may read what these wrote.
@@ -490,7 +492,7 @@ mod tests {
                         .expect("a declaration ends in a name");
                     let c_type = declaration.strip_suffix(field).expect("its end").trim();
                     let mirrored = match c_type {
-                        pointer if pointer.ends_with('*') => "u64",
+                        pointer if pointer.ends_with('*') => "DevicePtr",
                         "int32_t" => "i32",
                         "int64_t" => "i64",
                         "float" => "f32",
