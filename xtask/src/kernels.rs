@@ -30,11 +30,16 @@ const PACKAGES: [&str; 5] = [
 ];
 
 pub fn run_task(arguments: &[String]) -> Result<()> {
-    let targets: Vec<&str> = match arguments {
-        [] => ALL.to_vec(),
-        [flag, targets] if flag == "--targets" => targets.split_whitespace().collect(),
+    match arguments {
+        [] => build(&ALL).map(drop),
+        [flag, targets] if flag == "--targets" => build(&parse(targets)?).map(drop),
         _ => bail!("unknown arguments; `cargo xtask kernels [--targets \"90a ptx80\"]`"),
-    };
+    }
+}
+
+/// The targets of a list, which are separated by blanks.
+fn parse(list: &str) -> Result<Vec<&str>> {
+    let targets: Vec<&str> = list.split_whitespace().collect();
     if let Some(wrong) = targets.iter().find(|target| !is_target(target)) {
         bail!(
             "`{wrong}` is no target; give compute capabilities (`90a`, `100`) and PTX versions (`ptx80`), such as \
@@ -47,21 +52,33 @@ pub fn run_task(arguments: &[String]) -> Result<()> {
             ALL.join(" ")
         );
     }
-    build(&targets).map(drop)
+    Ok(targets)
 }
 
 /// Builds what tests need, unless the kernels that are there have it; returns their directory.
 pub fn for_tests() -> Result<PathBuf> {
+    at_least(&TESTS)
+}
+
+/// Builds for a list of targets, by default all, unless the kernels that are there have them; returns their directory.
+pub fn with(targets: Option<&str>) -> Result<PathBuf> {
+    match targets {
+        Some(list) => at_least(&parse(list)?),
+        None => at_least(&ALL),
+    }
+}
+
+fn at_least(targets: &[&str]) -> Result<PathBuf> {
     let directory = directory();
     let sources = compile::sources(&crate::root()).map_err(anyhow::Error::msg)?;
     let there = Manifest::read(&directory).is_some_and(|manifest| {
         let has = |target: &&str| manifest.targets.iter().any(|t| t == target);
-        manifest.sources == sources && TESTS.iter().all(has)
+        manifest.sources == sources && targets.iter().all(has)
     });
     if there {
         return Ok(directory);
     }
-    build(&TESTS)
+    build(targets)
 }
 
 fn build(targets: &[&str]) -> Result<PathBuf> {
@@ -159,6 +176,11 @@ mod tests {
         for target in ALL {
             assert!(is_target(target), "{target}");
         }
+        assert_eq!(
+            parse(" 90a  ptx80 ").expect("both are targets"),
+            ["90a", "ptx80"]
+        );
+        assert!(parse(" ").is_err());
         for wrong in ["", "a", "ptx", "sm_90", "9", "90b", "ptx80,", "90 ptx80"] {
             assert!(!is_target(wrong), "{wrong}");
         }

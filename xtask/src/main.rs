@@ -1,9 +1,10 @@
-//! The project's own tasks: `cargo xtask demo | test | bench | guests | model | kernels`.
+//! The project's own tasks: `cargo xtask demo | test | bench | guests | model | kernels | bundle`.
 //!
 //! `demo` and `test` work from a fresh clone, alone: they add the wasm target, fetch the default model, build what is
 //! missing and then do their work. Everything here runs other programs; nothing of the product lives here.
 
 mod bench;
+mod bundle;
 mod demo;
 mod kernels;
 mod licences;
@@ -28,6 +29,8 @@ Tasks:
   guests                   Build the host and write its reference components to target/guests
   kernels [--targets LIST] Build the CUDA kernels into target/kernels, with a compiler of its own where there is none;
                            LIST: such as '90a ptx80'; else all targets
+  bundle [--out DIR]       A directory that runs on a GPU machine without a Rust toolchain: target/bundle, or DIR
+                           (--target-cpu CPU: compile for it; --targets LIST: kernels; --tests: GPU tests too)
   model                    Fetch the default model into target/models
   help                     This text
 ";
@@ -54,6 +57,7 @@ fn run() -> Result<()> {
         "bench" => bench::run(rest),
         "guests" => guests().map(drop),
         "model" => model().map(drop),
+        "bundle" => bundle::run_task(rest),
         "kernels" => kernels::run_task(rest),
         "help" | "--help" | "-h" => {
             print!("{HELP}");

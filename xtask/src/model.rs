@@ -113,7 +113,8 @@ fn find(dir: &Path, extension: &str) -> anyhow::Result<PathBuf> {
     )
 }
 
-fn sha256(path: &Path) -> anyhow::Result<String> {
+/// SHA-256 of a file, in hexadecimal.
+pub fn sha256(path: &Path) -> anyhow::Result<String> {
     let mut file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
     let mut hasher = Sha256::new();
     let mut buffer = vec![0u8; 1 << 20];

@@ -40,8 +40,18 @@ pub fn cargo_program() -> String {
 
 /// Standard output of a program, as text.
 pub fn output(program: &str, arguments: &[&str]) -> Result<String> {
+    output_with(program, arguments, &[])
+}
+
+/// As [`output`], with environment variables set.
+pub fn output_with(
+    program: &str,
+    arguments: &[&str],
+    environment: &[(&str, &str)],
+) -> Result<String> {
     let output = Command::new(program)
         .args(arguments)
+        .envs(environment.iter().copied())
         .current_dir(crate::root())
         .stderr(Stdio::inherit())
         .output()

@@ -55,7 +55,7 @@ pub struct Rope {
 pub struct MergeStates {
     /// `[tokens, heads, head_size]`, written; may be `prefix` or `suffix`.
     pub output: Rows,
-    /// Written; null: not wanted.
+    /// Written, neither of the inputs; null: not wanted.
     pub output_lse: DevicePtr,
     /// The first result.
     pub prefix: Rows,
