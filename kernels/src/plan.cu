@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) tt_plan_flashinfer(const 
             int request = p.request_indices[w], chunk = p.kv_tile_indices[w], first;
             int begin = p.merge_indptr[tile], end = p.merge_indptr[tile + 1], index = chunk - first_chunk[tile];
             // Partial results [begin, end) are the tile's.
-            if (begin >= 0 && end <= p.max_work_items && index < end - begin) {
+            if (begin >= 0 && begin < end && end <= p.max_work_items && index < end - begin) {
                 long long key = static_cast<long long>(chunk) * chunk_size;
                 item.row = p.paged_kv_indptr[request];
                 item.query_len = tokens_of(request, first);

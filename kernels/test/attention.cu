@@ -123,7 +123,6 @@ void test_alone(bool small) {
 
 void test_attention(bool small) {
     const int longest = small ? 150 : 1500;
-    int before = results.passed;
     auto vary = [&](Shape s, int i) {
         s.page = i % 4 == 0 ? 16 : i % 4 == 1 ? 48 : i % 4 == 2 ? 64 : 256;
         s.nhd = i % 2 == 0;
@@ -223,7 +222,9 @@ void test_attention(bool small) {
     }
     test_replay(small);
     test_alone(small);
-    std::printf("attention: %d checks\n", results.passed - before);
+}
+
+void print_worst() {
     for (auto &entry : worst_of) {
         std::printf("  worst %-16s row %.2e  element %.2e  whole %.2e  lse %.2e\n", entry.first.c_str(), entry.second.row,
                     entry.second.element, entry.second.total, entry.second.lse);

@@ -120,6 +120,44 @@ struct Batch {
     float scale() const { return 1.0f / std::sqrt(static_cast<float>(shape.size)); }
 };
 
+// FlashInfer's list of the batch's rows [first, first + query_lens.size()), items in a random order. Requests whose packed rows
+// are within [low, high] get items.
+struct WorkList {
+    std::vector<int32_t> requests, q, k, merges{0}, indptr{0}, indices;
+
+    WorkList(const Batch &b, const std::vector<int> &query_lens, const std::vector<int> &kv_lens, int tile, int chunk,
+             int low = 0, int high = 0x7fffffff, int first_row = 0) {
+        const Shape &s = b.shape;
+        for (size_t r = 0; r < query_lens.size(); ++r) {
+            int packed = query_lens[r] * s.group, pages = (kv_lens[r] + s.page - 1) / s.page;
+            for (int i = 0; i < pages; ++i) {
+                indices.push_back(b.table[(first_row + r) * b.width + i]);
+            }
+            indptr.push_back(static_cast<int32_t>(indices.size()));
+            bool chosen = packed >= low && packed <= high;
+            for (int t = 0; t < (packed + tile - 1) / tile; ++t) {
+                // Chunks wholly outside the window are left out.
+                int position = kv_lens[r] - query_lens[r] + t * tile / s.group;
+                int from = s.window > 0 ? std::max(0, position - s.window + 1) / chunk : 0;
+                int chunks = std::max((kv_lens[r] + chunk - 1) / chunk, from + 1);
+                for (int c = from; chosen && c < chunks; ++c) {
+                    requests.push_back(static_cast<int32_t>(r));
+                    q.push_back(t);
+                    k.push_back(c);
+                }
+                merges.push_back(static_cast<int32_t>(requests.size()));
+            }
+        }
+        for (size_t i = requests.size(); i-- > 1;) {
+            size_t j = random_int(0, static_cast<int>(i));
+            std::swap(requests[i], requests[j]);
+            std::swap(q[i], q[j]);
+            std::swap(k[i], k[j]);
+        }
+    }
+    int tiles() const { return static_cast<int>(merges.size()) - 1; }
+};
+
 // What one step's launches need: the plan's results and the scratch. `tile` 16 runs the decode kernel.
 struct Plan {
     Buffer<TtWorkHeader> header{1};
@@ -170,52 +208,22 @@ struct Plan {
         launch("tt_plan_flash_attn", 1, 1024, 0, p);
     }
 
-    // FlashInfer's list, in a random order of items. All requests are one part.
+    // All requests are one part.
     void list(const Batch &b, int low, int high, bool with_tail) {
         const Shape &s = b.shape;
-        std::vector<int32_t> requests, q, k, order, merges{0}, indptr{0}, indices;
-        int tiles = 0;
-        for (int r = 0; r < b.rows; ++r) {
-            int packed = s.query_lens[r] * s.group, pages = (s.kv_lens[r] + s.page - 1) / s.page;
-            for (int i = 0; i < pages; ++i) {
-                indices.push_back(b.table[static_cast<size_t>(r) * b.width + i]);
-            }
-            indptr.push_back(static_cast<int32_t>(indices.size()));
-            bool chosen = packed >= low && packed <= high;
-            for (int t = 0; t < (packed + tile - 1) / tile; ++t, ++tiles) {
-                // Chunks wholly outside the window are left out.
-                int first_token = t * tile / s.group;
-                int position = s.kv_lens[r] - s.query_lens[r] + first_token;
-                int first = s.window > 0 ? std::max(0, position - s.window + 1) / s.work_list : 0;
-                int chunks = std::max((s.kv_lens[r] + s.work_list - 1) / s.work_list, first + 1);
-                for (int c = first; chosen && c < chunks; ++c) {
-                    order.push_back(static_cast<int32_t>(requests.size()));
-                    requests.push_back(r);
-                    q.push_back(t);
-                    k.push_back(c);
-                }
-                merges.push_back(static_cast<int32_t>(requests.size()));
-            }
-        }
-        std::shuffle(order.begin(), order.end(), random_engine);
-        auto shuffled = [&](const std::vector<int32_t> &from) {
-            std::vector<int32_t> to;
-            for (int32_t i : order) {
-                to.push_back(from[i]);
-            }
-            return Buffer<int32_t>(to);
-        };
-        request_indices = shuffled(requests);
-        qo_tiles = shuffled(q);
-        kv_tiles = shuffled(k);
-        merge = Buffer<int32_t>(merges);
-        page_indptr = Buffer<int32_t>(indptr);
-        page_indices = Buffer<int32_t>(indices);
+        const WorkList list(b, s.query_lens, s.kv_lens, tile, s.work_list, low, high);
+        request_indices = Buffer<int32_t>(list.requests);
+        qo_tiles = Buffer<int32_t>(list.q);
+        kv_tiles = Buffer<int32_t>(list.k);
+        merge = Buffer<int32_t>(list.merges);
+        page_indptr = Buffer<int32_t>(list.indptr);
+        page_indices = Buffer<int32_t>(list.indices);
         flat_pages = true;
-        max_items = std::max<int>(static_cast<int>(requests.size()), 1);
+        const int tiles = list.tiles();
+        max_items = std::max<int>(static_cast<int>(list.requests.size()), 1);
         items.resize(max_items);
         TtWorkListSizes z = {};
-        z.num_items = static_cast<int32_t>(requests.size());
+        z.num_items = static_cast<int32_t>(list.requests.size());
         z.num_reqs = b.rows;
         z.num_tiles = tiles;
         z.cta_tile_q = tile;
@@ -256,8 +264,8 @@ struct Scratch {
     }
 };
 
-void attention(const std::string &kernel, const Batch &b, const Plan &plan, const Scratch &scratch, void *output, float *lse,
-               int threads = 128) {
+// All but what a plan decides.
+TtAttentionParams attention_params(const Batch &b, const Scratch &scratch, void *output, float *lse) {
     const Shape &s = b.shape;
     TtAttentionParams p = {};
     p.query = b.query.data;
@@ -267,9 +275,6 @@ void attention(const std::string &kernel, const Batch &b, const Plan &plan, cons
     p.partial_output = scratch.output.data;
     p.partial_lse = scratch.lse.data;
     p.merge_counters = scratch.counters.data;
-    p.block_table = plan.flat_pages ? plan.page_indices.data : b.d_table.data;
-    p.header = plan.header.data;
-    p.items = plan.items.data;
     if (s.cache_kind == 3) {
         p.k_scale = b.scales.data;
         p.v_scale = b.scales.data + s.kv_heads;
@@ -279,20 +284,29 @@ void attention(const std::string &kernel, const Batch &b, const Plan &plan, cons
     p.kv_block_stride = b.block_stride;
     p.kv_head_stride = b.head_stride;
     p.kv_token_stride = b.token_stride;
-    p.block_table_stride = plan.flat_pages ? 1 : b.width;
     p.num_heads = b.heads();
     p.num_kv_heads = s.kv_heads;
     p.block_size = s.page;
     p.sliding_window = s.window;
-    p.partial_rows = plan.partial_rows;
-    p.max_work_items = plan.max_items;
     p.scale = b.scale();
     p.soft_cap = s.cap;
+    return p;
+}
+
+void attention(const std::string &kernel, const Batch &b, const Plan &plan, const Scratch &scratch, void *output, float *lse,
+               int threads = 128) {
+    TtAttentionParams p = attention_params(b, scratch, output, lse);
+    p.block_table = plan.flat_pages ? plan.page_indices.data : b.d_table.data;
+    p.block_table_stride = plan.flat_pages ? 1 : b.width;
+    p.header = plan.header.data;
+    p.items = plan.items.data;
+    p.partial_rows = plan.partial_rows;
+    p.max_work_items = plan.max_items;
     const Kernel &k = modules.get(kernel);
     if (kernel.find("_w2_") != std::string::npos) threads = 64;
     if (kernel.find("_w1_") != std::string::npos) threads = 32;
     if (kernel.find("_w8_") != std::string::npos) threads = 256;
-    launch(kernel, static_cast<unsigned>(plan.max_items) * s.kv_heads, threads, k.shared, p);
+    launch(kernel, static_cast<unsigned>(plan.max_items) * b.shape.kv_heads, threads, k.shared, p);
 }
 
 void plain(const Batch &b, float *output, float *lse) {
@@ -341,7 +355,7 @@ bool compare(const Batch &b, const Buffer<unsigned char> &output, const Buffer<f
                    s.size, s.page, s.window, b.scale(), s.cap};
     reference_kernel<<<dim3(b.padded, b.heads()), 128, 0, stream>>>(r);
     CUDA(cudaGetLastError());
-    Buffer<double4> sums(rows);
+    Buffer<Sums> sums(rows);
     compare_kernel<<<static_cast<unsigned>((rows + 3) / 4), 128, 0, stream>>>(output.data, want.data, sums.data, s.kind, s.size,
                                                                              static_cast<int64_t>(rows));
     CUDA(cudaGetLastError());

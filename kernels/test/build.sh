@@ -7,11 +7,14 @@ nvcc=${NVCC:-${CUDA_HOME:+$CUDA_HOME/bin/}nvcc}
 arch=${HARNESS_ARCH:-90}
 mkdir -p "$out"
 pids=
-for source in main scatter attention attention_bench layers unpack; do
+objects=
+for source in main scatter attention attention_bench layers sampling unpack work_list; do
     "$nvcc" -std=c++17 -O2 -gencode "arch=compute_$arch,code=sm_$arch" -I"$here" -I"$here/../src" -c "$here/$source.cu" \
         -o "$out/$source.o" &
     pids="$pids $!"
+    objects="$objects $out/$source.o"
 done
 for pid in $pids; do wait "$pid"; done
 stubs=$(dirname "$(command -v "$nvcc")")/../lib64/stubs
-"$nvcc" -L"$stubs" -o "$out/harness" "$out/main.o" "$out/scatter.o" "$out/attention.o" "$out/attention_bench.o" "$out/layers.o" "$out/unpack.o" -lcuda
+# shellcheck disable=SC2086
+"$nvcc" -L"$stubs" -o "$out/harness" $objects -lcuda

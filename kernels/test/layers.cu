@@ -115,7 +115,6 @@ __global__ void __launch_bounds__(256) mma_kernel(float *to, const unsigned *fro
 }  // namespace
 
 void test_layers() {
-    int before = results.passed;
     for (int kind = 0; kind < 3; ++kind) {
         const std::string suffix = std::string("_") + names[kind];
         const int rows = 5, hidden = 576 + 16 * random_int(0, 40), bytes = element_bytes(kind);
@@ -223,6 +222,70 @@ void test_layers() {
             results.check(wrong == 0, "embedding" + suffix);
         }
         {
+            // A packed row of queries, keys and values: the queries' and the keys' heads normed, each kind by its weight.
+            const int heads = 5, kv_heads = 2, size = random_int(0, 1) ? 128 : 80, stride = (heads + 2 * kv_heads) * size + 16;
+            const size_t m = static_cast<size_t>(rows) * stride;
+            Buffer<unsigned char> qkv(m * bytes), norms(static_cast<size_t>(2) * size * bytes);
+            fill_normal(qkv.data, m, kind, 1.0f);
+            fill_normal(norms.data, 2 * size, kind, 1.0f);
+            CUDA(cudaStreamSynchronize(stream));
+            auto want = widen(qkv.host(), kind), hn = widen(norms.host(), kind);
+            const auto before = qkv.host();
+            for (int part = 0; part < 2; ++part) {
+                const size_t first = static_cast<size_t>(part) * heads * size;
+                launch("tt_head_norm" + suffix, rows, 128, 0, (void *)(qkv.data + first * bytes),
+                       (const void *)(norms.data + static_cast<size_t>(part) * size * bytes), (int64_t)stride,
+                       part == 0 ? heads : kv_heads, size, 1e-6f);
+                for (int r = 0; r < rows; ++r) {
+                    for (int h = 0; h < (part == 0 ? heads : kv_heads); ++h) {
+                        double *x = &want[static_cast<size_t>(r) * stride + first + static_cast<size_t>(h) * size], squares = 0;
+                        for (int i = 0; i < size; ++i) {
+                            squares += x[i] * x[i];
+                        }
+                        for (int i = 0; i < size; ++i) {
+                            x[i] = x[i] / std::sqrt(squares / size + 1e-6) * hn[part * size + i];
+                        }
+                    }
+                }
+            }
+            CUDA(cudaStreamSynchronize(stream));
+            compare("head_norm", qkv, want, kind, 0);
+            auto after = qkv.host();
+            bool kept = true;
+            for (int r = 0; r < rows; ++r) {
+                size_t from = (static_cast<size_t>(r) * stride + (heads + kv_heads) * size) * bytes;
+                size_t to = static_cast<size_t>(r + 1) * stride * bytes;
+                kept &= std::equal(before.begin() + from, before.begin() + to, after.begin() + from);
+            }
+            results.check(kept, "head_norm" + suffix + ": the values were written");
+        }
+        for (int size : {576, 40, 37}) {
+            // Rows by index, some of which do not exist; 37 elements are not whole vectors, nor is every row aligned.
+            const int from_rows = 9, stride = size + (size == 40 ? 8 : 3), out_stride = size + 8;
+            Buffer<unsigned char> from(static_cast<size_t>(from_rows) * stride * bytes);
+            fill_normal(from.data, static_cast<size_t>(from_rows) * stride, kind, 1.0f);
+            std::vector<int32_t> indices = {8, 0, -1, 3, 3, 9, 0x7fffffff, random_int(0, 8)};
+            const size_t count = indices.size();
+            Buffer<int32_t> d_indices(indices);
+            Buffer<unsigned char> to(count * out_stride * bytes);
+            launch("tt_gather_rows" + suffix, static_cast<unsigned>(count), 128, 0, (void *)to.data, (const void *)from.data,
+                   (const int32_t *)d_indices.data, (int64_t)out_stride, (int64_t)stride, size, from_rows);
+            CUDA(cudaStreamSynchronize(stream));
+            auto source = from.host(), got = to.host();
+            bool good = true;
+            for (size_t r = 0; r < count; ++r) {
+                bool real = indices[r] >= 0 && indices[r] < from_rows;
+                for (size_t i = 0; i < static_cast<size_t>(out_stride) * bytes; ++i) {
+                    unsigned char want = 0xff;
+                    if (i < static_cast<size_t>(size) * bytes) {
+                        want = real ? source[static_cast<size_t>(indices[r]) * stride * bytes + i] : 0;
+                    }
+                    good &= got[r * out_stride * bytes + i] == want;
+                }
+            }
+            results.check(good, "gather_rows" + suffix + " of " + std::to_string(size));
+        }
+        {
             // Two states of 4 heads, some without keys (what they hold is NaN), one with an LSE of plus infinity.
             const int heads = 4, size = 96;
             const size_t m = static_cast<size_t>(rows) * heads;
@@ -284,7 +347,6 @@ void test_layers() {
             }
         }
     }
-    std::printf("layers: %d checks\n", results.passed - before);
 }
 
 void bench_ceilings() {

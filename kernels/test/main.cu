@@ -1,8 +1,9 @@
 // Checks every kernel on the device against f64 references on fresh random inputs, then times them.
 //
-//   harness FATBIN_DIR [test] [small] [bench] [ladder]
+//   harness FATBIN_DIR [test] [small] [verbose] [bench] [ladder]
 //
-// Exit code 0: nothing failed. The seed is printed; SEED=n repeats a run.
+// Checks print what failed and one line at the end; `verbose` adds the worst errors of each kind. Exit code 0: nothing
+// failed. The seed is printed; SEED=n repeats a run.
 #include "device.h"
 
 #include <chrono>
@@ -95,7 +96,7 @@ double graph_time(int sets, int iterations, const std::function<void(int)> &work
 int main(int argc, char **argv) {
     std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);
     if (argc < 2) {
-        std::printf("usage: %s FATBIN_DIR [test] [small] [bench] [ladder]\n", argv[0]);
+        std::printf("usage: %s FATBIN_DIR [test] [small] [verbose] [bench] [ladder]\n", argv[0]);
         return 2;
     }
     std::set<std::string> asked(argv + 2, argv + argc);
@@ -106,9 +107,12 @@ int main(int argc, char **argv) {
     CUDA(cudaStreamCreate(&stream));
     cudaDeviceProp properties;
     CUDA(cudaGetDeviceProperties(&properties, 0));
-    std::printf("device %s, %d multiprocessors, L2 %d MB; seed %llu\n", properties.name, properties.multiProcessorCount,
-                properties.l2CacheSize >> 20, seed);
-    for (const char *name : {"kv_cache", "plan", "decode", "prefill", "attention_plain", "layers", "merge", "unpack"}) {
+    if (asked.count("bench") || asked.count("ladder")) {
+        std::printf("device %s, %d multiprocessors, L2 %d MB\n", properties.name, properties.multiProcessorCount,
+                    properties.l2CacheSize >> 20);
+    }
+    for (const char *name : {"kv_cache", "plan", "decode", "prefill", "attention_plain", "layers", "merge", "sampling",
+                             "unpack"}) {
         modules.load(std::string(argv[1]) + "/" + name + ".fatbin");
     }
     if (asked.count("ladder")) {
@@ -120,11 +124,23 @@ int main(int argc, char **argv) {
     }
     bool small = asked.count("small") != 0;
     if (asked.count("test") || small) {
-        test_scatter(small);
-        test_layers();
-        test_unpack();
-        test_attention(small);
-        std::printf("checks: %d PASS, %d FAIL\n", results.passed, results.failed);
+        std::string counts;
+        auto part = [&](const char *name, const std::function<void()> &test) {
+            int before = results.passed + results.failed;
+            test();
+            counts += std::string(counts.empty() ? "" : ", ") + name + " " + std::to_string(results.passed + results.failed - before);
+        };
+        part("scatter", [&] { test_scatter(small); });
+        part("layers", test_layers);
+        part("sampling", [&] { test_sampling(small); });
+        part("unpack", test_unpack);
+        part("work lists", [&] { test_work_lists(small); });
+        part("attention", [&] { test_attention(small); });
+        if (asked.count("verbose")) {
+            print_worst();
+        }
+        std::printf("%s: checks %d PASS, %d FAIL (%s); seed %llu on %s\n", results.failed == 0 ? "PASS" : "FAIL", results.passed,
+                    results.failed, counts.c_str(), seed, properties.name);
     }
     if (asked.count("bench")) {
         bench_ceilings();
@@ -133,6 +149,7 @@ int main(int argc, char **argv) {
         bench_extends();
         bench_layers();
         bench_unpack();
+        bench_sampling();
     }
     if (asked.count("ladder")) {
         bench_scatter_ladder();

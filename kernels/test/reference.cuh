@@ -96,8 +96,13 @@ __global__ void reference_kernel(Reference r) {
     }
 }
 
+// Of one row: squared error, squared reference, largest error and largest reference.
+struct Sums {
+    double x, y, z, w;
+};
+
 // One warp per (token, head): squared error, squared norm, largest error, largest magnitude.
-__global__ void compare_kernel(const void *got, const double *want, double4 *out, int kind, int size, int64_t rows) {
+__global__ void compare_kernel(const void *got, const double *want, Sums *out, int kind, int size, int64_t rows) {
     int64_t row = blockIdx.x * 4ll + threadIdx.x / 32;
     if (row >= rows) {
         return;
@@ -118,7 +123,7 @@ __global__ void compare_kernel(const void *got, const double *want, double4 *out
         largest = fmax(largest, __shfl_xor_sync(0xffffffffu, largest, mask));
     }
     if (threadIdx.x % 32 == 0) {
-        out[row] = make_double4(error, norm, worst, largest);
+        out[row] = Sums{error, norm, worst, largest};
     }
 }
 
