@@ -21,6 +21,7 @@ use cudarc::cublaslt::sys::{
 
 use crate::driver::{Device, DeviceBuffer, DevicePtr, Stream};
 use crate::error::{CudaError, Result};
+use crate::libraries::Library;
 use fallible::{Layouts, Matrices, Refused};
 
 /// The library, by the name the loader knows.
@@ -195,15 +196,7 @@ impl Gemm {
     /// # Errors
     /// [`CudaError::NoLibrary`], [`CudaError::OutOfMemory`], or what the library says.
     pub fn new(device: &Device, workspace: usize) -> Result<Self> {
-        // The bindings panic at first use when the library is missing. They find what is loaded already by its name.
-        if !(crate::libraries::preload(LIBRARY) || fallible::is_present())
-            || !fallible::is_present()
-        {
-            return Err(CudaError::NoLibrary {
-                library: LIBRARY,
-                remedy: "install CUDA 13's cuBLAS, or the PyPI package nvidia-cublas, or name its directory in TIMETABLE_CUDA_LIBRARY_PATH",
-            });
-        }
+        load_library()?;
         device.bind()?;
         let workspace = DeviceBuffer::alloc(device, workspace, "the workspace of matrix products")?;
         // SAFETY: the library is present and the context current.
@@ -363,6 +356,20 @@ impl Drop for Gemm {
             tracing::debug!(?ended, "cuBLASLt's handle was not released");
         }
     }
+}
+
+/// The bindings panic at first use when the library is missing, so this comes first. They load it by its name, under which the
+/// loader finds what is loaded already.
+fn load_library() -> Result<()> {
+    Library::load(LIBRARY);
+    // Also where the loader has only another version of it, which serves too.
+    if fallible::is_present() {
+        return Ok(());
+    }
+    Err(CudaError::NoLibrary {
+        library: LIBRARY,
+        remedy: "install CUDA 13's cuBLAS or the PyPI package nvidia-cublas, or name the library's directory in TIMETABLE_CUDA_LIBRARY_PATH",
+    })
 }
 
 /// Shapes that share an algorithm.
@@ -667,6 +674,36 @@ mod tests {
             classes.insert(most);
         }
         assert!(classes.len() <= 36, "{} classes", classes.len());
+    }
+
+    #[test]
+    fn the_library_is_found_and_takes_every_attribute_or_is_named_with_where_it_was_looked_for() {
+        match load_library() {
+            Ok(()) => {
+                for output in [cudaDataType_t::CUDA_R_16BF, cudaDataType_t::CUDA_R_32F] {
+                    assert_eq!(Desc::new(true, output).map(drop), Ok(()));
+                }
+                assert_eq!(
+                    Layout::new(cudaDataType_t::CUDA_R_16F, 64, 3, 96).map(drop),
+                    Ok(())
+                );
+                assert_eq!(Preference::new(USUAL_WORKSPACE, 16).map(drop), Ok(()));
+            }
+            Err(error) => {
+                let text = error.to_string();
+                assert!(
+                    text.starts_with(
+                        "libcublasLt.so.13 was not found: looked in the loader's paths"
+                    ),
+                    "{text}"
+                );
+                assert!(
+                    text.contains("TIMETABLE_CUDA_LIBRARY_PATH")
+                        && text.contains("python3's nvidia packages"),
+                    "{text}"
+                );
+            }
+        }
     }
 
     #[test]

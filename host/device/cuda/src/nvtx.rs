@@ -1,22 +1,56 @@
 //! Named ranges that a profiler shows (NVTX), behind a flag. It must never know what is profiled.
 //!
-//! Off, a range costs one relaxed load. Without the library (libnvToolsExt.so.1) ranges stay off, silently.
+//! Off, a range costs one load. Without the library ranges stay off, silently.
 
-use std::ffi::c_char;
+use std::ffi::{c_char, c_int};
 use std::marker::PhantomData;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use cudarc::nvtx::sys;
+use crate::libraries::Library;
+
+/// The library: CUDA 13's (the bindings that this crate uses elsewhere know only the older one), else the older one.
+const LIBRARIES: [&str; 2] = ["libnvtx3interop.so.1", "libnvToolsExt.so.1"];
 
 /// Whether ranges are shown; set once, after the library was found.
 static ENABLED: AtomicBool = AtomicBool::new(false);
 
+static FUNCTIONS: OnceLock<Option<Functions>> = OnceLock::new();
+
+#[derive(Clone, Copy)]
+struct Functions {
+    push: unsafe extern "C" fn(*const c_char) -> c_int,
+    pop: unsafe extern "C" fn() -> c_int,
+}
+
+impl Functions {
+    fn load() -> Option<Self> {
+        LIBRARIES.into_iter().find_map(|file| {
+            let library = Library::load(file)?;
+            let push = library.symbol(c"nvtxRangePushA")?;
+            let pop = library.symbol(c"nvtxRangePop")?;
+            // SAFETY: the functions have these types in every version of the library.
+            Some(unsafe {
+                Self {
+                    push: std::mem::transmute::<
+                        *mut std::ffi::c_void,
+                        unsafe extern "C" fn(*const c_char) -> c_int,
+                    >(push.as_ptr()),
+                    pop: std::mem::transmute::<
+                        *mut std::ffi::c_void,
+                        unsafe extern "C" fn() -> c_int,
+                    >(pop.as_ptr()),
+                }
+            })
+        })
+    }
+}
+
 /// Switches ranges on, if the library is there; whether it is. Called once, at start.
 pub fn enable() -> bool {
-    // The bindings panic at first use when the library is missing.
-    let present = crate::libraries::preload("libnvToolsExt.so.1") && is_present();
+    let present = FUNCTIONS.get_or_init(Functions::load).is_some();
     if !present {
-        tracing::debug!("libnvToolsExt.so.1 was not found: no NVTX ranges");
+        tracing::debug!("none of {LIBRARIES:?} was found: no NVTX ranges");
     }
     ENABLED.store(present, Ordering::Relaxed);
     present
@@ -26,11 +60,6 @@ pub fn enable() -> bool {
 #[inline]
 pub fn is_enabled() -> bool {
     ENABLED.load(Ordering::Relaxed)
-}
-
-fn is_present() -> bool {
-    // SAFETY: loads and unloads a library by name; its initialisers have no preconditions.
-    unsafe { sys::is_culib_present() }
 }
 
 /// A range from its making to its drop, on this thread; ranges nest.
@@ -46,12 +75,8 @@ impl Range {
     /// Begins a range; of a longer name the first 63 bytes are shown.
     #[inline]
     pub fn new(name: &str) -> Self {
-        let pushed = is_enabled();
-        if pushed {
-            push(name);
-        }
         Self {
-            pushed,
+            pushed: is_enabled() && push(name),
             thread: PhantomData,
         }
     }
@@ -61,17 +86,29 @@ impl Drop for Range {
     #[inline]
     fn drop(&mut self) {
         if self.pushed {
-            // SAFETY: the library is present, and this thread has pushed a range.
-            unsafe { sys::nvtxRangePop() };
+            pop();
         }
     }
 }
 
+/// Whether a range was begun.
 #[cold]
-fn push(name: &str) {
+fn push(name: &str) -> bool {
+    let Some(Some(functions)) = FUNCTIONS.get() else {
+        return false;
+    };
     let text = terminated(name);
-    // SAFETY: the library is present; the text ends in zero and is copied.
-    unsafe { sys::nvtxRangePushA(text.as_ptr().cast::<c_char>()) };
+    // SAFETY: the text ends in zero and is copied.
+    unsafe { (functions.push)(text.as_ptr().cast::<c_char>()) };
+    true
+}
+
+#[cold]
+fn pop() {
+    if let Some(Some(functions)) = FUNCTIONS.get() {
+        // SAFETY: this thread has pushed the range that ends.
+        unsafe { (functions.pop)() };
+    }
 }
 
 /// The name's first bytes, up to any zero, with a zero behind them.

@@ -360,6 +360,15 @@ mod tests {
     }
 
     #[test]
+    fn every_embedded_image_is_whole_and_is_refused_without_its_end() {
+        for image in crate::images::embedded() {
+            assert_eq!(check_image(image.bytes), Ok(()), "{image:?}");
+            let cut = &image.bytes[..image.bytes.len() - 1];
+            assert!(check_image(cut).is_err(), "{image:?}");
+        }
+    }
+
+    #[test]
     fn a_cubin_and_ptx_are_checked_for_their_ends() {
         let mut elf = vec![0_u8; 64 + 2 * 64];
         elf[..4].copy_from_slice(b"\x7fELF");
