@@ -247,6 +247,7 @@ fn bytes(number: usize) -> String {
 /// What usually is behind a code that its name does not explain.
 fn hint(code: u32) -> &'static str {
     match code {
+        2 => ": the device is out of memory: end other programs that use it, or reserve less of it",
         701 => ": the launch asks for more registers, threads or shared memory than the device has",
         720 => ": a cooperative grid must fit on the device at once: use fewer blocks",
         802 => ": the system's fabric manager is not running yet",
@@ -295,6 +296,11 @@ mod tests {
 
     #[test]
     fn a_refused_call_is_not_fatal_and_explains_itself() {
+        let full = CudaError::of_call("cuModuleLoadDataEx", CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        assert!(
+            !full.is_fatal() && full.to_string().ends_with("or reserve less of it"),
+            "{full}"
+        );
         let error = CudaError::of_call(
             "cuLaunchCooperativeKernel",
             CUresult::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,

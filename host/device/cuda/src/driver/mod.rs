@@ -32,3 +32,18 @@ fn log_drop(result: crate::error::Result<()>) {
         tracing::debug!(%error, "a CUDA object was not released");
     }
 }
+
+// Every object may be made on one thread and used on another; those that are only handles, by several at once.
+const _: () = {
+    const fn send<T: Send>() {}
+    const fn shared<T: Send + Sync>() {}
+    shared::<Device>();
+    shared::<Stream>();
+    shared::<Event>();
+    shared::<Module>();
+    shared::<Function>();
+    shared::<DeviceBuffer>();
+    shared::<PinnedBuffer>();
+    send::<Graph>();
+    send::<GraphExec>();
+};
