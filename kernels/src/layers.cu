@@ -21,8 +21,100 @@ __device__ __forceinline__ float block_sum(float x) {
     return total;
 }
 
+// Elements of a 16-byte vector.
+template <class E>
+constexpr int kWide = 16 / static_cast<int>(sizeof(E));
+
+// Whether rows that begin at `p`, `stride` elements apart, all begin at a multiple of 16 bytes. A null is no obstacle. That it
+// does not depend on the row keeps a row's result independent of where in the batch it stands.
+template <class E>
+__device__ __forceinline__ bool aligned(const E *p, int64_t stride) {
+    return (reinterpret_cast<unsigned long long>(p) | static_cast<unsigned long long>(stride) * sizeof(E)) % 16 == 0;
+}
+
+// A vector's elements, widened, and back.
+template <class E>
+struct Vector {
+    float x[kWide<E>];
+
+    __device__ __forceinline__ explicit Vector(const uint4 &words) {
+        const E *elements = reinterpret_cast<const E *>(&words);
+#pragma unroll
+        for (int i = 0; i < kWide<E>; ++i) {
+            x[i] = Type<E>::widen(elements[i]);
+        }
+    }
+    __device__ __forceinline__ uint4 narrow() const {
+        uint4 words;
+        E *elements = reinterpret_cast<E *>(&words);
+#pragma unroll
+        for (int i = 0; i < kWide<E>; ++i) {
+            elements[i] = Type<E>::narrow(x[i]);
+        }
+        return words;
+    }
+};
+
+// The same by 16-byte vectors; `vectors` of them a row. A thread's first two stay in registers.
+template <class E>
+__device__ __forceinline__ void rms_norm_vectors(uint4 *out, const uint4 *in, uint4 *rest, const uint4 *weight, int vectors,
+                                                 int hidden, float eps) {
+    constexpr int kKept = 2;
+    uint4 kept[kKept], weights[kKept];
+    float squares = 0.0f;
+    auto take = [&](int at) {
+        uint4 words = in[at];
+        Vector<E> x(words);
+        if (rest != nullptr) {
+            const Vector<E> y(rest[at]);
+#pragma unroll
+            for (int i = 0; i < kWide<E>; ++i) {
+                x.x[i] += y.x[i];
+            }
+            words = x.narrow();
+            rest[at] = words;
+            x = Vector<E>(words);
+        }
+#pragma unroll
+        for (int i = 0; i < kWide<E>; ++i) {
+            squares = fmaf(x.x[i], x.x[i], squares);
+        }
+        return words;
+    };
+    const int step = static_cast<int>(blockDim.x), first = static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+        if (first + i * step < vectors) {
+            kept[i] = take(first + i * step);
+            weights[i] = weight[first + i * step];
+        }
+    }
+    for (int at = first + kKept * step; at < vectors; at += step) {
+        take(at);
+    }
+    const float factor = rsqrtf(block_sum(squares) / static_cast<float>(hidden) + eps);
+    auto put = [&](int at, const uint4 &words, const uint4 &by) {
+        Vector<E> x(words);
+        const Vector<E> w(by);
+#pragma unroll
+        for (int i = 0; i < kWide<E>; ++i) {
+            x.x[i] = x.x[i] * factor * w.x[i];
+        }
+        out[at] = x.narrow();
+    };
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+        if (first + i * step < vectors) {
+            put(first + i * step, kept[i], weights[i]);
+        }
+    }
+    for (int at = first + kKept * step; at < vectors; at += step) {
+        put(at, rest != nullptr ? rest[at] : in[at], weight[at]);
+    }
+}
+
 // out = x / sqrt(mean(x^2) + eps) * weight, one block a row. With a residual, x = input + residual, which is written back
-// to the residual, rounded, before it is normalised.
+// to the residual, rounded, before it is normalised. The output may be the input.
 template <class E>
 __device__ __forceinline__ void rms_norm(E *output, const E *input, E *residual, const E *weight, int64_t output_stride,
                                          int64_t input_stride, int64_t residual_stride, int hidden, float eps) {
@@ -30,6 +122,12 @@ __device__ __forceinline__ void rms_norm(E *output, const E *input, E *residual,
     const E *in = input + row * input_stride;
     E *rest = residual == nullptr ? nullptr : residual + row * residual_stride;
     E *out = output + row * output_stride;
+    if (hidden % kWide<E> == 0 && aligned(output, output_stride) && aligned(input, input_stride) && aligned(weight, 0) &&
+        (residual == nullptr || aligned(residual, residual_stride))) {
+        rms_norm_vectors<E>(reinterpret_cast<uint4 *>(out), reinterpret_cast<const uint4 *>(in), reinterpret_cast<uint4 *>(rest),
+                            reinterpret_cast<const uint4 *>(weight), hidden / kWide<E>, hidden, eps);
+        return;
+    }
     float squares = 0.0f;
     for (int i = threadIdx.x; i < hidden; i += blockDim.x) {
         float x = Type<E>::widen(in[i]);
@@ -69,6 +167,12 @@ __device__ __forceinline__ void head_norm(E *x, const E *weight, int64_t stride,
     }
 }
 
+__device__ __forceinline__ void rotate(float &u, float &v, float cosine, float sine) {
+    const float first = u * cosine - v * sine;
+    v = v * cosine + u * sine;
+    u = first;
+}
+
 // Rotates the first rotary_size elements of each head in place. cos_sin is f32 [positions, rotary_size], cosines before
 // sines. Pairs are (i, i + rotary_size / 2), or neighbours where interleaved. Grid: (tokens); positions are s64.
 template <class E>
@@ -77,16 +181,40 @@ __device__ __forceinline__ void rope(E *x, const int64_t *positions, const float
     const int64_t token = blockIdx.x;
     const int half = rotary_size / 2;
     const float *cosines = cos_sin + positions[token] * rotary_size;
+    if (!interleaved && half % kWide<E> == 0 && head_size % kWide<E> == 0 && aligned(x, stride) && aligned(cos_sin, half)) {
+        const int vectors = half / kWide<E>;
+        for (int i = threadIdx.x; i < num_heads * vectors; i += blockDim.x) {
+            const int head = i / vectors, pair = i % vectors * kWide<E>;
+            uint4 *a = reinterpret_cast<uint4 *>(x + token * stride + static_cast<int64_t>(head) * head_size + pair);
+            uint4 *b = a + vectors;
+            Vector<E> u(*a), v(*b);
+#pragma unroll
+            for (int j = 0; j < kWide<E>; j += 4) {
+                const float4 cosine = __ldg(reinterpret_cast<const float4 *>(cosines + pair + j));
+                const float4 sine = __ldg(reinterpret_cast<const float4 *>(cosines + half + pair + j));
+                rotate(u.x[j], v.x[j], cosine.x, sine.x);
+                rotate(u.x[j + 1], v.x[j + 1], cosine.y, sine.y);
+                rotate(u.x[j + 2], v.x[j + 2], cosine.z, sine.z);
+                rotate(u.x[j + 3], v.x[j + 3], cosine.w, sine.w);
+            }
+            *a = u.narrow();
+            *b = v.narrow();
+        }
+        return;
+    }
     for (int i = threadIdx.x; i < num_heads * half; i += blockDim.x) {
         int head = i / half, pair = i % half;
         E *a = x + token * stride + static_cast<int64_t>(head) * head_size + (interleaved ? 2 * pair : pair);
         E *b = a + (interleaved ? 1 : half);
         float cosine = cosines[pair], sine = cosines[half + pair];
         float u = Type<E>::widen(*a), v = Type<E>::widen(*b);
-        *a = Type<E>::narrow(u * cosine - v * sine);
-        *b = Type<E>::narrow(v * cosine + u * sine);
+        rotate(u, v, cosine, sine);
+        *a = Type<E>::narrow(u);
+        *b = Type<E>::narrow(v);
     }
 }
+
+__device__ __forceinline__ float silu_times(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
 
 // out[r, i] = silu(in[r, i]) * in[r, size + i]. Grid: (rows).
 template <class E>
@@ -94,9 +222,22 @@ __device__ __forceinline__ void silu_mul(E *output, const E *input, int64_t outp
     const int64_t row = blockIdx.x;
     const E *in = input + row * input_stride;
     E *out = output + row * output_stride;
+    if (size % kWide<E> == 0 && aligned(output, output_stride) && aligned(input, input_stride)) {
+        const uint4 *gates = reinterpret_cast<const uint4 *>(in), *ups = gates + size / kWide<E>;
+#pragma unroll 2
+        for (int i = threadIdx.x; i < size / kWide<E>; i += blockDim.x) {
+            Vector<E> gate(gates[i]);
+            const Vector<E> up(ups[i]);
+#pragma unroll
+            for (int j = 0; j < kWide<E>; ++j) {
+                gate.x[j] = silu_times(gate.x[j], up.x[j]);
+            }
+            reinterpret_cast<uint4 *>(out)[i] = gate.narrow();
+        }
+        return;
+    }
     for (int i = threadIdx.x; i < size; i += blockDim.x) {
-        float gate = Type<E>::widen(in[i]), up = Type<E>::widen(in[size + i]);
-        out[i] = Type<E>::narrow(gate / (1.0f + expf(-gate)) * up);
+        out[i] = Type<E>::narrow(silu_times(Type<E>::widen(in[i]), Type<E>::widen(in[size + i])));
     }
 }
 
@@ -109,7 +250,7 @@ __device__ __forceinline__ void embedding(E *output, const E *table, const int32
     const bool real = id >= 0 && id < vocabulary;
     const uint4 *from = reinterpret_cast<const uint4 *>(table + static_cast<int64_t>(real ? id : 0) * hidden);
     uint4 *to = reinterpret_cast<uint4 *>(output + token * output_stride);
-    for (int i = threadIdx.x; i < hidden * static_cast<int>(sizeof(E)) / 16; i += blockDim.x) {
+    for (int i = threadIdx.x; i < hidden / kWide<E>; i += blockDim.x) {
         to[i] = real ? __ldg(from + i) : make_uint4(0, 0, 0, 0);
     }
 }
@@ -123,13 +264,11 @@ __device__ __forceinline__ void gather_rows(E *output, const E *input, const int
     const bool real = index >= 0 && index < num_rows;
     const E *from = input + (real ? index : 0) * input_stride;
     E *to = output + blockIdx.x * output_stride;
-    const unsigned long long bits = reinterpret_cast<unsigned long long>(from) | reinterpret_cast<unsigned long long>(to);
-    constexpr int kWide = 16 / static_cast<int>(sizeof(E));
-    const int wide = bits % 16 == 0 ? size / kWide : 0;
+    const int wide = aligned(from, 0) && aligned(to, 0) ? size / kWide<E> : 0;
     for (int i = threadIdx.x; i < wide; i += blockDim.x) {
         reinterpret_cast<uint4 *>(to)[i] = real ? reinterpret_cast<const uint4 *>(from)[i] : make_uint4(0, 0, 0, 0);
     }
-    for (int i = wide * kWide + threadIdx.x; i < size; i += blockDim.x) {
+    for (int i = wide * kWide<E> + threadIdx.x; i < size; i += blockDim.x) {
         to[i] = real ? from[i] : Type<E>::narrow(0.0f);
     }
 }
@@ -149,18 +288,17 @@ __device__ __forceinline__ void argmax(int32_t *output, const E *logits, int64_t
         }
     };
     // Vectors of 16 bytes where the row is aligned, elements for the rest.
-    constexpr int kWide = 16 / static_cast<int>(sizeof(E));
-    const int wide = reinterpret_cast<unsigned long long>(row) % 16 == 0 ? vocabulary / kWide : 0;
+    const int wide = aligned(row, 0) ? vocabulary / kWide<E> : 0;
 #pragma unroll 4
     for (int v = threadIdx.x; v < wide; v += blockDim.x) {
         uint4 words = __ldg(reinterpret_cast<const uint4 *>(row) + v);
         const E *elements = reinterpret_cast<const E *>(&words);
 #pragma unroll
-        for (int j = 0; j < kWide; ++j) {
-            take(Type<E>::widen(elements[j]), v * kWide + j);
+        for (int j = 0; j < kWide<E>; ++j) {
+            take(Type<E>::widen(elements[j]), v * kWide<E> + j);
         }
     }
-    for (int i = wide * kWide + threadIdx.x; i < vocabulary; i += blockDim.x) {
+    for (int i = wide * kWide<E> + threadIdx.x; i < vocabulary; i += blockDim.x) {
         take(Type<E>::widen(row[i]), i);
     }
     for (int mask = 16; mask > 0; mask >>= 1) {
