@@ -85,6 +85,7 @@ pub fn measure(
             model_ns: median(|t| t.model_ns),
             sample_ns: median(|t| t.sample_ns),
             output_ns: median(|t| t.output_ns),
+            ..StepTimings::default()
         },
     }
 }

@@ -1,11 +1,11 @@
-//! The engine's attention: layers with their caches, and the groups of layers that share a builder and a step's metadata.
+//! The engine's attention groups: layers that share a builder and a step's metadata.
 //!
 //! Which layers share a group is the plan's matter. All groups share one KV cache group: one block table, one slot mapping.
-//! This module must never know requests or tokens.
+//! What is built here is verified here, and handed to the executor, which alone knows the layers and the device. This module
+//! must never know requests or tokens.
 
 mod plan;
 
-pub(crate) use plan::DEVICE;
 pub use plan::{AttentionPlan, backend_name};
 
 use std::cell::{Cell, RefCell};
@@ -13,21 +13,19 @@ use std::sync::Arc;
 
 use timetable_attention::{
     BuildFault, Grant, MetadataBuilder, Refusal, StepInputs, Verifier, VerifyContext,
-    batch::capture_batch, group::AttentionGroup, plain_builder, verify_step,
-};
-use timetable_device::cpu::{
-    AttentionConfig, AttentionImpl, CacheDtype, KvCache, PrepareError, StepMetadata, new_impl,
+    batch::capture_batch, graphs::BatchExecutionDescriptor, group::AttentionGroup, plain_builder,
+    verify_step,
 };
 use timetable_sandbox::{Acceptance, GroupBuilder, GroupSetup, ReloadHandle, Sandbox};
 use timetable_types::{
-    BuilderConfig, BuilderInfo, CaptureShape, CommonAttentionMetadata, Family, KvCacheSpec,
+    BuilderConfig, BuilderInfo, CaptureShape, CommonAttentionMetadata, Family, LaunchPromise,
     Metadata,
 };
 
 use crate::{
     batch::NoSlot,
-    config::{BuilderSource, EngineConfig, EngineError},
-    model::{AttentionError, AttentionLayers, ModelConfig},
+    config::{BuilderSource, EngineError},
+    executor::{Executor, Unprepared, eager_shape},
     timings::{Lap, StepTimings},
 };
 
@@ -56,7 +54,7 @@ enum Unusable {
     #[error("{0}")]
     Refused(Refusal),
     #[error("{0}")]
-    Prepare(PrepareError),
+    Prepare(Unprepared),
 }
 
 /// Who builds for a group.
@@ -74,20 +72,12 @@ struct Group {
     config: BuilderConfig,
     builder: StepBuilder,
     verifier: RefCell<Verifier>,
-    prepared: RefCell<StepMetadata>,
 }
 
-/// One layer.
-struct Layer {
-    group: usize,
-    attention: Box<dyn AttentionImpl>,
-    cache: KvCache,
-}
-
-/// All layers and all groups.
+/// All groups.
 pub(crate) struct Attention {
     groups: Vec<Group>,
-    layers: Vec<Layer>,
+    /// Kernel blocks of the cache.
     num_blocks: usize,
     plan: AttentionPlan,
 }
@@ -100,54 +90,68 @@ pub(crate) struct BuildOutcome {
 }
 
 impl Attention {
-    /// The plan's layers, without a cache yet, and a builder for each of its groups.
+    /// A builder for each of the plan's groups, made of `configs`. `acceptance` is the device's own check of a group's new
+    /// version.
     pub(crate) fn new(
-        engine: &EngineConfig,
-        model: &ModelConfig,
         plan: AttentionPlan,
-        table_width: usize,
+        configs: Vec<BuilderConfig>,
         sandbox: &Sandbox,
         source: &BuilderSource,
+        acceptance: impl Fn(usize) -> Option<Acceptance>,
     ) -> Result<Self, EngineError> {
-        let groups = plan
-            .groups()
-            .iter()
+        let groups = configs
+            .into_iter()
             .enumerate()
-            .map(|(index, group)| {
-                let config = plan.builder_config(group, engine, model, table_width)?;
+            .map(|(index, config)| {
                 let name = format!("{}/{index}", plan.backend());
-                Group::new(name, plan.family(), config, sandbox, source)
+                let of_device = acceptance(index);
+                Group::new(name, plan.family(), config, sandbox, source, of_device)
             })
             .collect::<Result<Vec<_>, EngineError>>()?;
-        let dtype = engine.kv_cache_dtype;
-        let layer = |index| {
-            let group = plan
-                .group_of(index)
-                .expect("the plan puts every layer of the model into a group");
-            let config = &groups[group].config;
-            Ok(Layer {
-                group,
-                attention: new_impl(plan.family(), layer_config(config, dtype))?,
-                cache: empty_cache(&config.kv_cache_spec, dtype, 1),
-            })
-        };
-        let layers = (0..model.num_hidden_layers)
-            .map(layer)
-            .collect::<Result<_, EngineError>>()?;
         Ok(Self {
             groups,
-            layers,
             num_blocks: 1,
             plan,
         })
     }
 
-    /// Gives every layer a zeroed cache of `num_blocks` blocks of the manager.
-    pub(crate) fn allocate(&mut self, engine: &EngineConfig, num_blocks: usize) {
-        self.num_blocks = num_blocks * (engine.block_size / self.plan.kernel_block_size());
-        for layer in &mut self.layers {
-            let spec = &self.groups[layer.group].config.kv_cache_spec;
-            layer.cache = empty_cache(spec, engine.kv_cache_dtype, self.num_blocks);
+    /// The cache has so many of the kernels' blocks.
+    pub(crate) fn set_num_blocks(&mut self, num_blocks: usize) {
+        self.num_blocks = num_blocks;
+    }
+
+    /// What each group's builder promises for steps of `shape`, whoever builds them.
+    pub(crate) fn launch_promises(
+        &mut self,
+        shape: &CaptureShape,
+    ) -> Result<Vec<LaunchPromise>, BuildFault> {
+        let promise = |group: &mut Group| match &mut group.builder {
+            StepBuilder::Sandboxed(builder) => builder.launch_promise(shape),
+            StepBuilder::Native { builder, plain } => {
+                let plain = plain.launch_promise(shape)?;
+                Ok(larger(builder.launch_promise(shape)?, &plain))
+            }
+        };
+        self.groups.iter_mut().map(promise).collect()
+    }
+
+    /// As [`Attention::launch_promises`], for the largest step outside graphs.
+    pub(crate) fn eager_promises(&mut self) -> Result<Vec<LaunchPromise>, BuildFault> {
+        match self.groups.first() {
+            Some(group) => {
+                let shape = eager_shape(&group.config.scheduler);
+                self.launch_promises(&shape)
+            }
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// Takes new versions of builders into service.
+    pub(crate) fn step_boundary(&mut self) {
+        for group in &mut self.groups {
+            if let StepBuilder::Sandboxed(builder) = &mut group.builder {
+                builder.step_boundary();
+            }
         }
     }
 
@@ -190,22 +194,32 @@ impl Attention {
         })
     }
 
-    /// Verifies the step's tensors, then builds, verifies and prepares every group's metadata.
+    /// Verifies the step's tensors, then builds and verifies every group's metadata and has `executor` prepare it, for a step
+    /// that runs as `graph`.
     pub(crate) fn build(
         &mut self,
         common: &CommonAttentionMetadata,
         inputs: &StepInputs<'_>,
+        graph: &BatchExecutionDescriptor,
+        executor: &mut dyn Executor,
         timings: &mut StepTimings,
     ) -> Result<BuildOutcome, StepError> {
         let mut outcome = BuildOutcome::default();
         let num_blocks = self.num_blocks as u32;
         let mut lap = Lap::start();
         for (index, group) in self.groups.iter_mut().enumerate() {
+            let promise = executor.promise(index, graph);
+            let Group {
+                name,
+                config,
+                builder,
+                verifier,
+            } = group;
             let context = VerifyContext {
-                config: &group.config,
+                config,
                 common,
                 inputs,
-                promise: None,
+                promise: promise.as_ref(),
                 grant: Grant::Exact,
                 num_blocks,
             };
@@ -213,32 +227,35 @@ impl Attention {
                 verify_step(&context).map_err(StepError::Tensors)?;
                 timings.verify_ns += lap.ns();
             }
-            outcome.fell_back |= group.builder.build(
-                &group.name,
-                &group.verifier,
-                &group.prepared,
-                &context,
-                group.config.kv_cache_spec.block_size,
-                timings,
-            )?;
+            let accepting = Accepting {
+                group: index,
+                verifier,
+                executor: RefCell::new(&mut *executor),
+                verify_ns: Cell::new(0),
+                prepare_ns: Cell::new(0),
+            };
+            outcome.fell_back |=
+                builder
+                    .build(&accepting, &context, timings)
+                    .map_err(|message| StepError::Metadata {
+                        group: name.clone(),
+                        message,
+                    })?;
         }
         Ok(outcome)
     }
+}
 
-    /// The layers as the model calls them, for the step that was built last.
-    pub(crate) fn layers<'a>(&'a mut self, slot_mapping: &'a [i64]) -> impl AttentionLayers + 'a {
-        StepLayers {
-            groups: &self.groups,
-            layers: &mut self.layers,
-            slot_mapping,
-        }
-    }
-
-    /// The layers without metadata: every output is zero, nothing is written.
-    pub(crate) fn profile_layers(&self) -> impl AttentionLayers + '_ {
-        ProfileLayers {
-            layers: &self.layers,
-        }
+/// What both keep to.
+fn larger(a: LaunchPromise, b: &LaunchPromise) -> LaunchPromise {
+    LaunchPromise {
+        max_num_splits: a.max_num_splits.max(b.max_num_splits),
+        max_work_items: a.max_work_items.max(b.max_work_items),
+        scratch_bytes: a.scratch_bytes.max(b.scratch_bytes),
+        max_query_len: a.max_query_len.max(b.max_query_len),
+        uniform_query_len: a
+            .uniform_query_len
+            .filter(|_| a.uniform_query_len == b.uniform_query_len),
     }
 }
 
@@ -249,13 +266,14 @@ impl Group {
         config: BuilderConfig,
         sandbox: &Sandbox,
         source: &BuilderSource,
+        of_device: Option<Acceptance>,
     ) -> Result<Self, EngineError> {
         let plain = plain_builder(family, &config).map_err(EngineError::Plain)?;
         let setup = |plain| GroupSetup {
             name: name.clone(),
             config: config.clone(),
             plain,
-            acceptance: Some(acceptance(&config)),
+            acceptance: Some(acceptance(&config, of_device.clone())),
         };
         let builder = match source {
             BuilderSource::Plain => {
@@ -274,14 +292,65 @@ impl Group {
             config,
             builder,
             verifier: RefCell::default(),
-            prepared: RefCell::default(),
         })
     }
 }
 
+/// Who takes a group's metadata, and how long that took.
+struct Accepting<'a> {
+    group: usize,
+    verifier: &'a RefCell<Verifier>,
+    executor: RefCell<&'a mut dyn Executor>,
+    verify_ns: Cell<u64>,
+    prepare_ns: Cell<u64>,
+}
+
+impl Accepting<'_> {
+    /// Verified, then prepared. What the device cannot prepare is refused like what the verifier refuses: the plain builder
+    /// may still serve the step.
+    fn accept(&self, metadata: &Metadata, context: &VerifyContext<'_>) -> Result<(), Unusable> {
+        let mut lap = Lap::start();
+        let verified = self.verifier.borrow_mut().verify(metadata, context);
+        self.verify_ns.set(self.verify_ns.get() + lap.ns());
+        verified.map_err(Unusable::Refused)?;
+        let mut executor = self.executor.borrow_mut();
+        let done = executor.prepare(self.group, metadata, context);
+        self.prepare_ns.set(self.prepare_ns.get() + lap.ns());
+        done.map_err(Unusable::Prepare)
+    }
+}
+
+impl StepBuilder {
+    /// Has accepted metadata. Returns whether the plain builder had to step in; else what both did wrong.
+    fn build(
+        &mut self,
+        accepting: &Accepting<'_>,
+        context: &VerifyContext<'_>,
+        timings: &mut StepTimings,
+    ) -> Result<bool, String> {
+        let accept = |metadata: &Metadata| accepting.accept(metadata, context);
+        let mut lap = Lap::start();
+        let built = match self {
+            StepBuilder::Sandboxed(builder) => builder
+                .build_current(context.common, false, accept)
+                .map(|built| built.fault.is_some())
+                .map_err(|error| error.to_string()),
+            StepBuilder::Native { builder, plain } => {
+                native_or_plain(&mut **builder, &mut **plain, context.common, accept)
+            }
+        };
+        let (verify_ns, prepare_ns) = (accepting.verify_ns.get(), accepting.prepare_ns.get());
+        timings.verify_ns += verify_ns;
+        timings.prepare_ns += prepare_ns;
+        timings.build_ns += lap.ns().saturating_sub(verify_ns + prepare_ns);
+        built
+    }
+}
+
 /// A new version is asked for small steps before it may serve, and what it builds must pass the verifier: one whose every
-/// step would be refused never replaces a good one.
-fn acceptance(config: &BuilderConfig) -> Acceptance {
+/// step would be refused never replaces a good one. The device's own check comes last: what it prepares is for a version that
+/// passed everything else.
+fn acceptance(config: &BuilderConfig, of_device: Option<Acceptance>) -> Acceptance {
     let config = config.clone();
     Arc::new(move |builder| {
         let max_seqs = config.scheduler.max_num_seqs.max(1);
@@ -319,53 +388,8 @@ fn acceptance(config: &BuilderConfig) -> Acceptance {
                 .verify(&metadata, &context)
                 .map_err(|refusal| format!("a step of {rows} rows is refused: {refusal}"))?;
         }
-        Ok(())
+        of_device.as_ref().map_or(Ok(()), |check| check(builder))
     })
-}
-
-impl StepBuilder {
-    /// Leaves verified metadata in `prepared`. Returns whether the plain builder had to step in. What the device cannot
-    /// prepare is refused like what the verifier refuses: the plain builder may still serve the step.
-    fn build(
-        &mut self,
-        group: &str,
-        verifier: &RefCell<Verifier>,
-        prepared: &RefCell<StepMetadata>,
-        context: &VerifyContext<'_>,
-        block_size: u32,
-        timings: &mut StepTimings,
-    ) -> Result<bool, StepError> {
-        let verify_ns = Cell::new(0);
-        let prepare_ns = Cell::new(0);
-        let accept = |metadata: &Metadata| {
-            let mut lap = Lap::start();
-            let verified = verifier.borrow_mut().verify(metadata, context);
-            verify_ns.set(verify_ns.get() + lap.ns());
-            verified.map_err(Unusable::Refused)?;
-            let done = prepared
-                .borrow_mut()
-                .prepare(metadata, context.inputs, block_size);
-            prepare_ns.set(prepare_ns.get() + lap.ns());
-            done.map_err(Unusable::Prepare)
-        };
-        let mut lap = Lap::start();
-        let built = match self {
-            StepBuilder::Sandboxed(builder) => builder
-                .build(context.common, false, accept)
-                .map(|built| built.fault.is_some())
-                .map_err(|error| error.to_string()),
-            StepBuilder::Native { builder, plain } => {
-                native_or_plain(&mut **builder, &mut **plain, context.common, accept)
-            }
-        };
-        timings.verify_ns += verify_ns.get();
-        timings.prepare_ns += prepare_ns.get();
-        timings.build_ns += lap.ns().saturating_sub(verify_ns.get() + prepare_ns.get());
-        built.map_err(|message| StepError::Metadata {
-            group: group.to_owned(),
-            message,
-        })
-    }
 }
 
 fn native_or_plain(
@@ -385,75 +409,5 @@ fn native_or_plain(
         Err(first) => attempt(plain).map(|()| true).map_err(|second| {
             format!("the plain builder: {second}; before it, the native one: {first}")
         }),
-    }
-}
-
-struct StepLayers<'a> {
-    groups: &'a [Group],
-    layers: &'a mut [Layer],
-    slot_mapping: &'a [i64],
-}
-
-impl AttentionLayers for StepLayers<'_> {
-    fn attend(
-        &mut self,
-        layer: usize,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
-        out: &mut [f32],
-    ) -> Result<(), AttentionError> {
-        let Layer {
-            group,
-            attention,
-            cache,
-        } = &mut self.layers[layer];
-        attention.do_kv_cache_update(k, v, cache, self.slot_mapping);
-        let prepared = self.groups[*group].prepared.borrow();
-        attention.forward(q, cache, Some(&prepared), out, None)?;
-        Ok(())
-    }
-}
-
-struct ProfileLayers<'a> {
-    layers: &'a [Layer],
-}
-
-impl AttentionLayers for ProfileLayers<'_> {
-    fn attend(
-        &mut self,
-        layer: usize,
-        q: &[f32],
-        _k: &[f32],
-        _v: &[f32],
-        out: &mut [f32],
-    ) -> Result<(), AttentionError> {
-        let layer = &self.layers[layer];
-        layer.attention.forward(q, &layer.cache, None, out, None)?;
-        Ok(())
-    }
-}
-
-fn empty_cache(spec: &KvCacheSpec, dtype: CacheDtype, num_blocks: usize) -> KvCache {
-    KvCache::new(
-        num_blocks,
-        spec.num_kv_heads as usize,
-        spec.block_size as usize,
-        spec.head_size as usize,
-        dtype,
-    )
-}
-
-fn layer_config(config: &BuilderConfig, kv_cache_dtype: CacheDtype) -> AttentionConfig {
-    let spec = &config.kv_cache_spec;
-    AttentionConfig {
-        num_heads: config.attention.num_heads as usize,
-        head_size: spec.head_size as usize,
-        scale: config.attention.scale as f32,
-        num_kv_heads: spec.num_kv_heads as usize,
-        sliding_window: spec.sliding_window,
-        logits_soft_cap: None,
-        kv_cache_dtype,
-        block_size: spec.block_size as usize,
     }
 }

@@ -1,15 +1,26 @@
 //! The persistent batch: a step's host tensors, kept between steps and changed only where the step differs.
 //!
 //! Owns every buffer that a step's `CommonAttentionMetadata` and `StepInputs` refer to. On the CPU device the host-side
-//! vectors and the "device" tensors of the step are the same memory. Block-table rows stay in place: a row whose occupant is
-//! the same as in the step before gets only its new blocks.
+//! vectors and the "device" tensors of the step are the same memory; another device mirrors the block table from the changes
+//! that are recorded here. Block-table rows stay in place: a row whose occupant is the same as in the step before gets only
+//! its new blocks.
 //!
 //! The batch must never know which backend reads it, nor choose a token.
 
-use timetable_attention::{BlockTable, PAD_SLOT_ID, StepInputs, kernel_block::block_table_width};
+use timetable_attention::{
+    BlockTable, PAD_SLOT_ID, StepInputs,
+    batch::{PaddingError, PaddingValues},
+    graphs::{BatchQuery, decode_graph_eligible, uniform_token_count},
+    kernel_block::block_table_width,
+};
 use timetable_types::{Causal, CommonAttentionMetadata};
 
 use crate::{kv::BlockId, request::Request};
+
+/// The token id that stands for "the token that was chosen at `index` of the step before": of that step's logits rows.
+pub const fn feed_reference(index: usize) -> i32 {
+    -1 - index as i32
+}
 
 /// Sizes of the persistent buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,8 +75,10 @@ pub struct BatchRow<'a> {
     pub epoch: u64,
     /// Tokens whose keys and values are in the cache already.
     pub num_computed: usize,
-    /// The tokens of this step.
+    /// The tokens of this step, but for `feed`.
     pub tokens: &'a [u32],
+    /// One more token after them: an id, or a [`feed_reference`] where the host does not know it yet.
+    pub feed: Option<i32>,
     /// The row's blocks in the manager's sizes. Tokens beyond them get no slot.
     pub blocks: &'a [BlockId],
     /// The field's `is_prefilling`.
@@ -75,13 +88,32 @@ pub struct BatchRow<'a> {
 }
 
 /// Which blocks a table row shows.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 struct RowState {
     epoch: u64,
     num_blocks: usize,
 }
 
+/// Columns of a table row that changed and that nobody has taken yet; empty: none.
+#[derive(Clone, Copy, Debug, Default)]
+struct Dirty {
+    start: usize,
+    end: usize,
+}
+
+/// Entries of the block table that changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TableUpdate<'a> {
+    /// The table's row.
+    pub row: usize,
+    /// The first column that changed.
+    pub first_column: usize,
+    /// What stands there now.
+    pub entries: &'a [i32],
+}
+
 /// The persistent batch of one KV cache group.
+#[derive(Debug)]
 pub struct InputBatch {
     shape: BatchShape,
     ratio: usize,
@@ -89,11 +121,19 @@ pub struct InputBatch {
     common: CommonAttentionMetadata,
     table: Vec<i32>,
     rows: Vec<RowState>,
-    token_ids: Vec<u32>,
+    dirty: Vec<Dirty>,
+    /// Rows whose `dirty` is not empty.
+    dirty_rows: Vec<usize>,
+    token_ids: Vec<i32>,
     positions: Vec<i64>,
     slot_mapping: Vec<i64>,
     logits_rows: Vec<usize>,
     no_slot: Option<NoSlot>,
+    /// May every row replay a decode graph?
+    decodes: bool,
+    /// Rows and tokens without padding.
+    num_actual_reqs: usize,
+    num_actual_tokens: usize,
 }
 
 impl InputBatch {
@@ -141,11 +181,16 @@ impl InputBatch {
             },
             table: vec![0; max_rows * width],
             rows: vec![RowState::default(); max_rows],
+            dirty: vec![Dirty::default(); max_rows],
+            dirty_rows: Vec::with_capacity(max_rows),
             token_ids: Vec::with_capacity(max_tokens),
             positions: Vec::with_capacity(max_tokens),
             slot_mapping: Vec::with_capacity(max_tokens),
             logits_rows: Vec::with_capacity(max_rows),
             no_slot: None,
+            decodes: true,
+            num_actual_reqs: 0,
+            num_actual_tokens: 0,
             shape,
         })
     }
@@ -168,6 +213,9 @@ impl InputBatch {
         self.slot_mapping.clear();
         self.logits_rows.clear();
         self.no_slot = None;
+        self.decodes = true;
+        self.num_actual_reqs = 0;
+        self.num_actual_tokens = 0;
     }
 
     /// Adds a row.
@@ -176,15 +224,17 @@ impl InputBatch {
     /// If there are more rows or tokens than the batch was made for.
     pub fn push(&mut self, row: &BatchRow<'_>) {
         let index = self.common.num_reqs as usize;
-        let num_tokens = row.tokens.len();
+        let num_tokens = row.tokens.len() + usize::from(row.feed.is_some());
         assert!(index < self.shape.max_num_seqs, "a row beyond max_num_seqs");
         assert!(
             self.token_ids.len() + num_tokens <= self.shape.max_num_batched_tokens,
             "tokens beyond max_num_batched_tokens"
         );
         let seq_len = row.num_computed + num_tokens;
-        self.write_table_row(index, row);
-        self.token_ids.extend_from_slice(row.tokens);
+        self.write_table_row(index, row.epoch, row.blocks);
+        self.token_ids
+            .extend(row.tokens.iter().map(|&token| token as i32));
+        self.token_ids.extend(row.feed);
         self.write_positions(row.num_computed, seq_len, row.blocks);
         if row.wants_logits {
             self.logits_rows.push(self.token_ids.len() - 1);
@@ -201,6 +251,14 @@ impl InputBatch {
         common.seq_lens_cpu_upper_bound.push(seq_len as i32);
         common.is_prefilling.push(u8::from(row.is_prefilling));
         common.req_idx.push(row.req_idx);
+        self.num_actual_reqs = common.num_reqs as usize;
+        self.num_actual_tokens = self.token_ids.len();
+        self.decodes &= decode_graph_eligible(
+            &[num_tokens as u32],
+            &[row.num_computed as u32],
+            &[row.is_prefilling],
+            false,
+        );
     }
 
     /// Adds the row of a scheduled request: its next `num_tokens` tokens.
@@ -209,42 +267,136 @@ impl InputBatch {
     /// If the request is not running, or as [`InputBatch::push`].
     pub fn push_scheduled(&mut self, request: &Request, num_tokens: usize) {
         let end = request.num_computed + num_tokens;
+        let known = request.tokens.len();
         self.push(&BatchRow {
             req_idx: request.slot.expect("a scheduled request has a slot"),
             epoch: request.epoch,
             num_computed: request.num_computed,
-            tokens: &request.tokens[request.num_computed..end],
+            tokens: &request.tokens[request.num_computed.min(known)..end.min(known)],
+            feed: request.pending.filter(|_| end > known),
             blocks: &request.blocks.ids,
             is_prefilling: request.is_prefilling(),
-            wants_logits: end == request.tokens.len(),
+            wants_logits: end == request.num_tokens_with_pending(),
         });
     }
 
+    /// Makes the batch as large as a captured graph, by the rule book's rules for padded rows: query starts repeat, lengths
+    /// are 0, table rows are the null block, tokens have no slot, id and position 0; maxima stay. Without `num_reqs` (a
+    /// piecewise graph) only the vectors per token grow: attention sees the batch as it is. Do this after the last row.
+    ///
+    /// # Errors
+    /// If the batch is larger than that; it stays as it is.
+    pub fn pad(&mut self, num_tokens: usize, num_reqs: Option<usize>) -> Result<(), PaddingError> {
+        let rows = num_reqs.unwrap_or(self.num_actual_reqs);
+        let fits = (self.num_actual_tokens..=self.shape.max_num_batched_tokens)
+            .contains(&num_tokens)
+            && (self.num_actual_reqs..=self.shape.max_num_seqs).contains(&rows);
+        if !fits {
+            return Err(PaddingError::TooSmall {
+                num_reqs: self.num_actual_reqs as u32,
+                num_tokens: self.num_actual_tokens as u32,
+                to_reqs: rows as u32,
+                to_tokens: num_tokens as u32,
+            });
+        }
+        for row in self.num_actual_reqs..rows {
+            self.write_table_row(row, 0, &[]);
+        }
+        self.token_ids.resize(num_tokens, 0);
+        self.positions.resize(num_tokens, 0);
+        self.slot_mapping.resize(num_tokens, PAD_SLOT_ID);
+        let common = &mut self.common;
+        common.slot_mapping_len = num_tokens as u32;
+        if num_reqs.is_some() {
+            let end = common.query_start_loc_cpu.last().copied().unwrap_or(0);
+            let padding = PaddingValues::default();
+            common.num_reqs = rows as u32;
+            common.num_actual_tokens = num_tokens as u32;
+            common.query_start_loc_cpu.resize(rows + 1, end);
+            common
+                .seq_lens_cpu_upper_bound
+                .resize(rows, padding.seq_len);
+            common.is_prefilling.resize(rows, 0);
+            common.req_idx.resize(rows, 0);
+        }
+        Ok(())
+    }
+
+    /// What the batch looks for a graph with.
+    pub fn query(&self) -> BatchQuery {
+        let (num_reqs, num_tokens) = (self.num_actual_reqs as u32, self.num_actual_tokens as u32);
+        let longest = self.common.max_query_len;
+        BatchQuery {
+            num_reqs,
+            num_tokens,
+            uniform_token_count: uniform_token_count(self.decodes, num_tokens, num_reqs, longest),
+            num_active_loras: 0,
+            max_query_len: self.decodes.then_some(longest),
+            num_ubatches: 1,
+        }
+    }
+
     /// Block b of the manager is blocks b·ratio .. (b + 1)·ratio of the kernels' table.
-    fn write_table_row(&mut self, index: usize, row: &BatchRow<'_>) {
+    fn write_table_row(&mut self, index: usize, epoch: u64, blocks: &[BlockId]) {
         let most = self.width / self.ratio;
-        let num_blocks = row.blocks.len().min(most);
+        let num_blocks = blocks.len().min(most);
         let state = &mut self.rows[index];
-        let first = if state.epoch == row.epoch {
+        let first = if state.epoch == epoch {
             state.num_blocks.min(num_blocks)
         } else {
             0
         };
         let dirty = state.num_blocks;
-        *state = RowState {
-            epoch: row.epoch,
-            num_blocks,
-        };
+        *state = RowState { epoch, num_blocks };
+        self.mark_dirty(
+            index,
+            first * self.ratio,
+            dirty.max(num_blocks) * self.ratio,
+        );
         let table = &mut self.table[index * self.width..(index + 1) * self.width];
         let ratio = self.ratio as i32;
         let columns = table[first * self.ratio..].chunks_exact_mut(self.ratio);
-        for (entries, &block) in columns.zip(&row.blocks[first..num_blocks]) {
+        for (entries, &block) in columns.zip(&blocks[first..num_blocks]) {
             for (offset, entry) in entries.iter_mut().enumerate() {
                 *entry = block as i32 * ratio + offset as i32;
             }
         }
         if dirty > num_blocks {
             table[num_blocks * self.ratio..dirty * self.ratio].fill(0);
+        }
+    }
+
+    fn mark_dirty(&mut self, row: usize, start: usize, end: usize) {
+        if start >= end {
+            return;
+        }
+        let dirty = &mut self.dirty[row];
+        if dirty.start == dirty.end {
+            *dirty = Dirty { start, end };
+            self.dirty_rows.push(row);
+        } else {
+            dirty.start = dirty.start.min(start);
+            dirty.end = dirty.end.max(end);
+        }
+    }
+
+    /// The block table's changes since [`InputBatch::clear_table_updates`]: one range of columns for each row that changed.
+    /// A device's table that starts as zeros and applies them in order equals the host's.
+    pub fn table_updates(&self) -> impl Iterator<Item = TableUpdate<'_>> {
+        self.dirty_rows.iter().map(|&row| {
+            let Dirty { start, end } = self.dirty[row];
+            TableUpdate {
+                row,
+                first_column: start,
+                entries: &self.table[row * self.width + start..row * self.width + end],
+            }
+        })
+    }
+
+    /// The changes were taken. Until then they gather, over steps that failed too.
+    pub fn clear_table_updates(&mut self) {
+        for row in self.dirty_rows.drain(..) {
+            self.dirty[row] = Dirty::default();
         }
     }
 
@@ -304,9 +456,19 @@ impl InputBatch {
         }
     }
 
-    /// `u32 [T]`: the step's token ids.
-    pub fn token_ids(&self) -> &[u32] {
+    /// `s32 [T]`: the step's token ids; below 0 a [`feed_reference`].
+    pub fn token_ids(&self) -> &[i32] {
         &self.token_ids
+    }
+
+    /// Rows without padding.
+    pub fn num_actual_reqs(&self) -> usize {
+        self.num_actual_reqs
+    }
+
+    /// Tokens without padding.
+    pub fn num_actual_tokens(&self) -> usize {
+        self.num_actual_tokens
     }
 
     /// `s64 [T]`: the step's positions.

@@ -1,33 +1,135 @@
 //! How an engine is set up, and what can be wrong with that.
 
 use timetable_attention::{
-    BuildFault, MetadataBuilder, group::GroupError, kernel_block::KernelBlockError,
-    layout::LayoutError, select::SelectError, spec::SpecError,
+    BuildFault, MetadataBuilder, graphs::CaptureSizeError, group::GroupError,
+    kernel_block::KernelBlockError, layout::LayoutError, select::SelectError, spec::SpecError,
 };
-use timetable_device::cpu::{CacheDtype, ImplError};
+use timetable_device::cpu::ImplError;
 use timetable_sandbox::{Component, ReloadError};
-use timetable_types::{BuildError, BuilderConfig, CudagraphMode};
+use timetable_types::{BuildError, BuilderConfig, CudagraphMode, Dtype};
 
 use crate::{batch::BlockSizeError, model::ModelError};
+
+/// Where the layers, their caches and sampling live.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The host's own processors.
+    #[default]
+    Cpu,
+    /// An NVIDIA GPU.
+    Cuda {
+        /// The driver's number of it.
+        ordinal: usize,
+    },
+}
+
+impl std::fmt::Display for DeviceChoice {
+    /// As operators write it: `cpu`, `cuda:0`.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            DeviceChoice::Cpu => f.write_str("cpu"),
+            DeviceChoice::Cuda { ordinal } => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+/// In what weights are kept and layers compute.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ModelDtype {
+    /// The device's own: f32 on the CPU, bf16 on a GPU.
+    #[default]
+    Auto,
+    /// f32.
+    Float32,
+    /// bf16.
+    Bfloat16,
+    /// f16.
+    Float16,
+}
+
+impl ModelDtype {
+    /// The dtype, where it is named.
+    pub fn named(self) -> Option<Dtype> {
+        match self {
+            ModelDtype::Auto => None,
+            ModelDtype::Float32 => Some(Dtype::Float32),
+            ModelDtype::Bfloat16 => Some(Dtype::Bfloat16),
+            ModelDtype::Float16 => Some(Dtype::Float16),
+        }
+    }
+}
+
+/// Elements of the KV cache. Which of them a device keeps is the device's matter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvCacheDtype {
+    /// The model's.
+    #[default]
+    Auto,
+    /// f32.
+    Float32,
+    /// bf16.
+    Bfloat16,
+    /// f16.
+    Float16,
+    /// fp8 of 4 exponent bits, one scale for each tensor.
+    Fp8E4m3,
+}
+
+impl KvCacheDtype {
+    /// The dtype of the elements, for a model of `model_dtype`.
+    pub fn resolve(self, model_dtype: Dtype) -> Dtype {
+        match self {
+            KvCacheDtype::Auto => model_dtype,
+            KvCacheDtype::Float32 => Dtype::Float32,
+            KvCacheDtype::Bfloat16 => Dtype::Bfloat16,
+            KvCacheDtype::Float16 => Dtype::Float16,
+            KvCacheDtype::Fp8E4m3 => Dtype::Float8E4m3,
+        }
+    }
+
+    /// The field's name of the setting: `auto` for the model's own dtype, however it was written.
+    pub fn name(self, model_dtype: Dtype) -> &'static str {
+        if self.resolve(model_dtype) == model_dtype {
+            return "auto";
+        }
+        match self {
+            KvCacheDtype::Auto => "auto",
+            KvCacheDtype::Float32 => "float32",
+            KvCacheDtype::Bfloat16 => "bfloat16",
+            KvCacheDtype::Float16 => "float16",
+            KvCacheDtype::Fp8E4m3 => "fp8_e4m3",
+        }
+    }
+}
 
 /// How large the KV cache is.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum CacheSize {
     /// So many blocks, the null block included.
     Blocks(usize),
-    /// What remains of this fraction of the machine's memory (or of the control group's limit) after a profile run.
+    /// What remains of this fraction of the device's memory (of the machine's, or of its control group's limit, on the CPU)
+    /// beside everything else that steps need.
     MemoryFraction(f64),
 }
 
 /// An engine's settings. Names are the field's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineConfig {
+    /// The device.
+    pub device: DeviceChoice,
+    /// Weights and activations.
+    pub model_dtype: ModelDtype,
     /// The backend of every layer, by its name in capitals: FLASH_ATTN or FLASHINFER. An explicit choice never falls back;
     /// none: the device's first that serves the model.
     pub attention_backend: Option<String>,
     /// The CUDA graph mode that is asked for; see [`Engine::cudagraph_mode`](crate::Engine::cudagraph_mode) for what is left
     /// of it.
     pub cudagraph_mode: CudagraphMode,
+    /// Token counts that graphs are captured for; none: the field's.
+    pub cudagraph_capture_sizes: Option<Vec<u32>>,
+    /// Prepare a step while the one before it runs. None: where the device can; on the CPU, whose steps run on the thread that
+    /// prepares them, `true` is refused.
+    pub async_scheduling: Option<bool>,
     /// Requests of one step.
     pub max_num_seqs: usize,
     /// Tokens of one step.
@@ -41,30 +143,34 @@ pub struct EngineConfig {
     /// Share the blocks of equal prefixes.
     pub enable_prefix_caching: bool,
     /// Elements of the KV cache.
-    pub kv_cache_dtype: CacheDtype,
+    pub kv_cache_dtype: KvCacheDtype,
     /// Size of the KV cache.
     pub cache_size: CacheSize,
     /// The most KV splits of one request that a builder may choose.
     pub max_num_splits: u32,
-    /// Workers that a builder may plan for.
+    /// Workers that a builder may plan for on the CPU; a GPU has its multiprocessors.
     pub num_workers: u32,
     /// Options of the builder's own.
     pub builder_options: Vec<(String, String)>,
 }
 
 impl Default for EngineConfig {
-    /// The backend and graph mode of the field's defaults, 256 requests, 2,048 tokens, blocks of 16 tokens, f32, prefix caching, 40 % of memory.
+    /// The CPU, the backend and graph mode of the field's defaults, 256 requests, 2,048 tokens, blocks of 16 tokens, f32, prefix caching, 40 % of memory.
     fn default() -> Self {
         Self {
+            device: DeviceChoice::Cpu,
+            model_dtype: ModelDtype::Auto,
             attention_backend: None,
             cudagraph_mode: CudagraphMode::FullAndPiecewise,
+            cudagraph_capture_sizes: None,
+            async_scheduling: None,
             max_num_seqs: 256,
             max_num_batched_tokens: 2048,
             max_model_len: None,
             block_size: 16,
             kernel_block_size: None,
             enable_prefix_caching: true,
-            kv_cache_dtype: CacheDtype::F32,
+            kv_cache_dtype: KvCacheDtype::Auto,
             cache_size: CacheSize::MemoryFraction(0.4),
             max_num_splits: 32,
             num_workers: std::thread::available_parallelism().map_or(1, |n| n.get() as u32),
@@ -129,6 +235,12 @@ pub enum EngineError {
     /// A hazard that the engine must not start with.
     #[error("{0}")]
     Refused(String),
+    /// Graph sizes that do not fit together.
+    #[error(transparent)]
+    CaptureSizes(#[from] CaptureSizeError),
+    /// The device cannot be used, or has no room for what was asked.
+    #[error("{0}")]
+    Device(String),
     /// Block sizes that do not divide.
     #[error(transparent)]
     BlockSize(#[from] BlockSizeError),
@@ -144,6 +256,9 @@ pub enum EngineError {
     /// The native builder could not be made.
     #[error("the native builder: {0}")]
     Native(BuildFault),
+    /// A builder promises nothing for a graph.
+    #[error("no launch promise: {0}")]
+    Promise(BuildFault),
     /// The profile run failed.
     #[error("the profile run failed: {0}")]
     Profile(ModelError),

@@ -1,24 +1,35 @@
 //! The step loop: requests in, tokens out.
 //!
-//! One step is schedule → batch → build and verify metadata → forward pass → sample → output, in this order and on one
-//! thread. What fails in a step ends that step's requests with an error; the engine itself lives.
+//! One step is schedule → batch → build and verify metadata → submit → collect → output, on one thread. On a device that
+//! runs steps by itself there are two in flight: a step is scheduled and submitted while the one before it runs, so a token
+//! is learned one step late. Then a row that turns out to follow an end is dropped, and what needs a token's value (block
+//! names, ends, text) waits for it. What fails in a step ends that step's requests with an error; the engine itself lives,
+//! unless the device is gone.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::Arc,
+};
 
-use timetable_attention::{graphs::Explanation, group::AttentionGroup, report::StartupReport};
+use timetable_attention::{
+    graphs::{CudagraphManager, Explanation, ManagerConfig, RuntimeMode},
+    group::AttentionGroup,
+    report::StartupReport,
+};
 use timetable_sandbox::{ReloadHandle, Sandbox};
 use timetable_types::BuilderInfo;
 
 use crate::{
     attention::{Attention, AttentionPlan, StepError},
-    batch::{BatchShape, InputBatch},
-    config::{BuilderSource, CacheSize, EngineConfig, EngineError},
-    kv::KvCacheManager,
-    memory,
-    output::{
-        FinishReason, GenerationRequest, RequestError, RequestId, RequestUpdate, StepFailure,
-        StepOutput,
+    batch::{BatchShape, InputBatch, feed_reference},
+    config::{BuilderSource, EngineConfig, EngineError},
+    cpu::CpuExecutor,
+    executor::{
+        CacheRequest, Executor, ExecutorSetup, FullGraph, GraphPlan, RowSampling, Step,
+        StepFailure, StepResults, capture_shape,
     },
+    kv::KvCacheManager,
+    output::{FinishReason, GenerationRequest, RequestError, RequestId, RequestUpdate, StepOutput},
     request::RequestKey,
     runner::ModelRunner,
     sampling::{Sampler, SamplingParams, StopMatcher},
@@ -27,9 +38,6 @@ use crate::{
     timings::{EngineStats, Lap, StepTimings},
     tokenizer::{TextStream, Tokenizer},
 };
-
-/// Tokens of the profile run at most. Its scratch memory grows with its tokens, so a longer step's is computed from it.
-const MAX_PROFILE_TOKENS: usize = 128;
 
 /// For tests and evaluation: sees the row of logits from which each token is chosen, with the token's place in the output.
 pub type LogitsObserver = Box<dyn FnMut(RequestId, usize, &[f32]) + Send>;
@@ -49,9 +57,42 @@ struct Active {
     text: Option<Text>,
 }
 
+/// One row of a step in flight.
+#[derive(Clone, Copy)]
+struct FlightRow {
+    key: RequestKey,
+    /// The request's admission: the key may be another's by the time the step is collected.
+    epoch: u64,
+    /// Tokens computed before the step.
+    start: usize,
+    /// Does the step choose a token for it?
+    samples: bool,
+}
+
+/// A step that was submitted and not collected.
+#[derive(Default)]
+struct Flight {
+    rows: Vec<FlightRow>,
+    num_tokens: usize,
+    timings: StepTimings,
+    /// A step before it failed, and its requests have ended: its results are nobody's.
+    dropped: bool,
+}
+
+/// What became of an attempt to submit a step.
+enum Submitted {
+    /// There was nothing to schedule.
+    Nothing,
+    InFlight,
+    /// Its requests have ended.
+    Failed,
+}
+
 /// The engine. Not shared: see [`EngineHandle`](crate::handle::EngineHandle) for use from several threads.
 pub struct Engine {
-    model: Box<dyn ModelRunner>,
+    executor: Box<dyn Executor>,
+    /// Steps in flight at most.
+    depth: usize,
     tokenizer: Option<Arc<Tokenizer>>,
     scheduler: Scheduler,
     batch: InputBatch,
@@ -60,18 +101,24 @@ pub struct Engine {
     active: Vec<Option<Active>>,
     keys: HashMap<RequestId, RequestKey>,
     next_id: u64,
-    logits: Vec<f32>,
-    sampled: Vec<(RequestKey, Result<u32, RequestError>)>,
+    /// Oldest first.
+    flights: VecDeque<Flight>,
+    /// Memory of flights that have ended.
+    spare: Vec<Flight>,
+    sampling: Vec<RowSampling>,
+    results: StepResults,
     output: StepOutput,
     observer: Option<LogitsObserver>,
     stats: EngineStats,
     num_blocks: usize,
     startup: Startup,
+    /// Why no further step runs.
+    dead: Option<String>,
 }
 
 impl Engine {
-    /// Makes the layers, their builders, and a KV cache of the configured size; with a memory fraction, after a profile run.
-    /// Without a tokenizer the engine makes no text.
+    /// Makes the layers, their builders, and a KV cache of the configured size, on the CPU; with a memory fraction, after a
+    /// profile run. Without a tokenizer the engine makes no text.
     pub fn new(
         config: &EngineConfig,
         model: Box<dyn ModelRunner>,
@@ -88,12 +135,33 @@ impl Engine {
     pub fn with_plan(
         config: &EngineConfig,
         plan: AttentionPlan,
-        mut model: Box<dyn ModelRunner>,
+        model: Box<dyn ModelRunner>,
         tokenizer: Option<Arc<Tokenizer>>,
         sandbox: &Sandbox,
         source: &BuilderSource,
     ) -> Result<Self, EngineError> {
-        let sizes = model.config().clone();
+        let executor = Box::new(CpuExecutor::new(model));
+        Self::with_executor(config, plan, executor, tokenizer, sandbox, source)
+    }
+
+    /// As [`Engine::with_plan`], on any device: `plan` was made of the same config and the executor's model and facts.
+    pub fn with_executor(
+        config: &EngineConfig,
+        plan: AttentionPlan,
+        mut executor: Box<dyn Executor>,
+        tokenizer: Option<Arc<Tokenizer>>,
+        sandbox: &Sandbox,
+        source: &BuilderSource,
+    ) -> Result<Self, EngineError> {
+        let facts = executor.facts(config)?;
+        if facts != *plan.facts() {
+            return Err(EngineError::Device(format!(
+                "the plan was made for {:?} and the executor is {facts:?}: make the plan of the executor's own facts",
+                plan.facts()
+            )));
+        }
+        let depth = depth(config, &*executor)?;
+        let sizes = executor.model_config().clone();
         let limits = SchedulerLimits {
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,
@@ -101,39 +169,45 @@ impl Engine {
                 .max_model_len
                 .unwrap_or(sizes.max_position_embeddings),
         };
-        let batch = InputBatch::new(BatchShape {
+        let shape = BatchShape {
             max_num_seqs: limits.max_num_seqs,
             max_num_batched_tokens: limits.max_num_batched_tokens,
             max_model_len: limits.max_model_len,
             block_size: config.block_size,
             kernel_block_size: plan.kernel_block_size(),
+        };
+        let batch = InputBatch::new(shape)?;
+        let table_width = batch.table_width();
+        let groups = plan
+            .groups()
+            .iter()
+            .map(|group| plan.builder_config(group, config, &sizes, table_width))
+            .collect::<Result<Vec<_>, _>>()?;
+        let blocks_of_one = limits.max_model_len.div_ceil(config.block_size);
+        executor.setup(&ExecutorSetup {
+            config,
+            plan: &plan,
+            groups: &groups,
+            shape,
+            table_width,
+            cache: CacheRequest {
+                size: config.cache_size,
+                block_bytes: plan.block_bytes(),
+                most: limits.max_num_seqs * blocks_of_one + 1,
+            },
         })?;
-        let width = batch.table_width();
-        let mut attention = Attention::new(config, &sizes, plan, width, sandbox, source)?;
+        let mut attention = Attention::new(plan, groups, sandbox, source, |group| {
+            executor.acceptance(group)
+        })?;
         let infos = attention.builders().map(|(_, info)| info);
         let startup = Startup::new(config, attention.plan(), infos)?;
-        let num_blocks = match config.cache_size {
-            CacheSize::Blocks(blocks) => blocks,
-            CacheSize::MemoryFraction(fraction) => {
-                profiled_blocks(config, &limits, &mut *model, &attention, fraction)?
-            }
-        };
-        let bytes = attention
-            .plan()
-            .block_bytes()
-            .saturating_mul(num_blocks as u64);
-        let total = memory::total_bytes();
-        if bytes > total {
-            return Err(EngineError::CacheTooLarge {
-                blocks: num_blocks,
-                bytes,
-                total,
-            });
-        }
-        attention.allocate(config, num_blocks);
+        let graphs = graph_plan(config, &startup, &mut attention)?;
+        let num_blocks = executor.start(graphs)?;
+        attention.set_num_blocks(num_blocks * (config.block_size / shape.kernel_block_size));
         let kv = KvCacheManager::new(num_blocks, config.block_size, config.enable_prefix_caching);
         Ok(Self {
-            model,
+            executor,
+            depth,
             tokenizer,
             scheduler: Scheduler::new(limits, kv),
             batch,
@@ -141,13 +215,16 @@ impl Engine {
             active: Vec::new(),
             keys: HashMap::new(),
             next_id: 0,
-            logits: Vec::new(),
-            sampled: Vec::with_capacity(config.max_num_seqs),
+            flights: VecDeque::with_capacity(depth),
+            spare: Vec::new(),
+            sampling: Vec::with_capacity(config.max_num_seqs),
+            results: StepResults::default(),
             output: StepOutput::default(),
             observer: None,
             stats: EngineStats::default(),
             num_blocks,
             startup,
+            dead: None,
         })
     }
 
@@ -199,14 +276,25 @@ impl Engine {
         }
     }
 
-    /// For tests and evaluation: `observer` sees every row of logits before a token is chosen from it.
+    /// For tests and evaluation: `observer` sees every row of logits from which a token is chosen, before the token counts.
+    /// One step at a time is in flight meanwhile.
     pub fn set_logits_observer(&mut self, observer: Option<LogitsObserver>) {
         self.observer = observer;
     }
 
     /// Is there nothing to do?
     pub fn is_idle(&self) -> bool {
-        self.keys.is_empty()
+        self.keys.is_empty() && self.flights.is_empty()
+    }
+
+    /// Why the engine runs no further step and takes no further request: its device is gone. None while it lives.
+    pub fn fatal_error(&self) -> Option<&str> {
+        self.dead.as_deref()
+    }
+
+    /// Steps in flight at most: 2 with asynchronous scheduling.
+    pub fn depth(&self) -> usize {
+        self.depth
     }
 
     /// Takes a request in. It starts with the next step that has room.
@@ -223,6 +311,9 @@ impl Engine {
         id: RequestId,
         request: GenerationRequest,
     ) -> Result<(), RequestError> {
+        if let Some(message) = &self.dead {
+            return Err(RequestError::Device(message.clone()));
+        }
         let GenerationRequest {
             prompt,
             params,
@@ -254,7 +345,7 @@ impl Engine {
     }
 
     fn check_tokens(&self, tokens: &[u32]) -> Result<(), RequestError> {
-        let vocab_size = self.model.config().vocab_size;
+        let vocab_size = self.executor.model_config().vocab_size;
         match tokens
             .iter()
             .position(|&token| token as usize >= vocab_size)
@@ -278,38 +369,23 @@ impl Engine {
         true
     }
 
-    /// One step. Without requests it does nothing and returns no updates.
+    /// Submits steps while there is work and room in flight, then collects one: the updates are that step's. Without requests
+    /// it does nothing and returns no updates.
     pub fn step(&mut self) -> &StepOutput {
         self.output.clear();
-        let mut timings = StepTimings::default();
-        let mut lap = Lap::start();
-        let schedule = self.scheduler.schedule();
-        let (num_reqs, num_tokens) = (schedule.rows.len(), schedule.num_tokens);
-        self.output.num_preempted = schedule.preempted.len();
-        if num_reqs == 0 {
-            return &self.output;
-        }
-        timings.schedule_ns = lap.ns();
-        self.fill_batch();
-        timings.batch_ns = lap.ns();
-        let ran = self.run(&mut timings);
-        lap.ns();
-        match ran {
-            Ok(()) => {
-                self.scheduler.complete();
-                self.sample();
-                timings.sample_ns = lap.ns();
-                self.emit();
+        let depth = match self.observer {
+            Some(_) => 1,
+            None => self.depth,
+        };
+        while self.dead.is_none() && self.flights.len() < depth {
+            match self.submit() {
+                Submitted::InFlight => {}
+                Submitted::Nothing | Submitted::Failed => break,
             }
-            Err(failure) => self.fail(&failure),
         }
-        self.output.num_reqs = num_reqs;
-        self.output.num_tokens = num_tokens;
-        self.stats.steps += 1;
-        self.stats.tokens_computed += num_tokens as u64;
-        timings.output_ns = lap.ns();
-        self.stats.last = timings;
-        self.stats.total += timings;
+        if let Some(flight) = self.flights.pop_front() {
+            self.collect(flight);
+        }
         &self.output
     }
 
@@ -318,73 +394,168 @@ impl Engine {
         self.output.updates.drain(..)
     }
 
-    fn fill_batch(&mut self) {
+    /// Schedules a step and hands it to the executor.
+    fn submit(&mut self) -> Submitted {
+        let mut timings = StepTimings::default();
+        let mut lap = Lap::start();
+        let schedule = self.scheduler.schedule();
+        let (num_reqs, num_tokens) = (schedule.rows.len(), schedule.num_tokens);
+        self.output.num_preempted += schedule.preempted.len();
+        if num_reqs == 0 {
+            return Submitted::Nothing;
+        }
+        timings.schedule_ns = lap.ns();
+        let mut flight = self.spare.pop().unwrap_or_default();
+        self.fill_batch(&mut flight);
+        timings.batch_ns = lap.ns();
+        let ran = self.run(&mut timings);
+        flight.num_tokens = num_tokens;
+        flight.timings = timings;
+        if let Err(failure) = ran {
+            lap.ns();
+            self.fail(&failure, &flight);
+            flight.timings.output_ns += lap.ns();
+            self.count(flight);
+            return Submitted::Failed;
+        }
+        self.scheduler.complete();
+        let samples = flight.rows.iter().filter(|row| row.samples);
+        for (index, (row, sampling)) in samples.zip(&self.sampling).enumerate() {
+            let feed = match sampling.forced {
+                Some(token) => token as i32,
+                None => feed_reference(index),
+            };
+            self.scheduler.set_pending(row.key, feed);
+        }
+        self.flights.push_back(flight);
+        Submitted::InFlight
+    }
+
+    /// The batch, the rows of `flight`, and how each token is to be chosen.
+    fn fill_batch(&mut self, flight: &mut Flight) {
+        flight.rows.clear();
+        flight.dropped = false;
+        self.sampling.clear();
         self.batch.begin();
         for row in &self.scheduler.last_schedule().rows {
-            self.batch
-                .push_scheduled(self.scheduler.request(row.key), row.num_tokens);
+            let request = self.scheduler.request(row.key);
+            self.batch.push_scheduled(request, row.num_tokens);
+            let end = request.num_computed() + row.num_tokens;
+            let samples = end == request.num_tokens_with_pending();
+            if samples && let Some(active) = &mut self.active[row.key.index()] {
+                let index = request.num_tokens_with_pending() - request.prompt_len();
+                self.sampling.push(active.sampling(index));
+            }
+            flight.rows.push(FlightRow {
+                key: row.key,
+                epoch: request.epoch,
+                start: request.num_computed(),
+                samples,
+            });
         }
     }
 
-    /// Metadata and forward pass; leaves the logits.
+    /// Metadata, and the step to the executor.
     fn run(&mut self, timings: &mut StepTimings) -> Result<(), StepFailure> {
-        self.batch
-            .check()
-            .map_err(|error| StepFailure::Metadata(StepError::Slots(error)))?;
-        let inputs = self.batch.inputs();
-        let outcome = self
-            .attention
-            .build(self.batch.common(), &inputs, timings)
-            .map_err(StepFailure::Metadata)?;
-        self.stats.fallback_steps += u64::from(outcome.fell_back);
+        self.batch.check().map_err(StepError::Slots)?;
         let mut lap = Lap::start();
-        let mut layers = self.attention.layers(inputs.slot_mapping);
-        let ran = self.model.forward(
-            self.batch.token_ids(),
-            self.batch.positions(),
-            &mut layers,
-            self.batch.logits_rows(),
-            &mut self.logits,
-        );
-        timings.model_ns = lap.ns();
-        ran.map_err(StepFailure::Model)
+        // The builders first: graphs that a new version needs are there before the version is.
+        self.attention.step_boundary();
+        self.executor.step_boundary();
+        let graph = self.executor.dispatch(&self.batch.query());
+        if graph.cg_mode != RuntimeMode::None {
+            let rows = graph
+                .num_reqs
+                .filter(|_| graph.cg_mode == RuntimeMode::Full);
+            self.batch
+                .pad(graph.num_tokens as usize, rows.map(|rows| rows as usize))
+                .map_err(|error| StepFailure::Device {
+                    message: error.to_string(),
+                    fatal: false,
+                })?;
+        }
+        timings.batch_ns += lap.ns();
+        let outcome = self.attention.build(
+            self.batch.common(),
+            &self.batch.inputs(),
+            &graph,
+            &mut *self.executor,
+            timings,
+        )?;
+        self.stats.fallback_steps += u64::from(outcome.fell_back);
+        self.executor.submit(Step {
+            batch: &mut self.batch,
+            graph,
+            sampling: &self.sampling,
+            observe: self.observer.is_some(),
+        })
     }
 
-    /// A token for every row whose tokens are all computed now.
-    fn sample(&mut self) {
-        self.sampled.clear();
-        let vocab_size = self.model.config().vocab_size;
-        let mut rows = self.logits.chunks_exact(vocab_size);
-        for row in &self.scheduler.last_schedule().rows {
-            let request = self.scheduler.request(row.key);
-            if request.num_computed() < request.tokens().len() {
+    /// Waits for a step and gives its tokens to its requests.
+    fn collect(&mut self, mut flight: Flight) {
+        let mut results = std::mem::take(&mut self.results);
+        results.clear();
+        let collected = self.executor.collect(&mut results).and_then(|()| {
+            let expected = flight.rows.iter().filter(|row| row.samples).count();
+            match results.tokens.len() {
+                found if found == expected => Ok(()),
+                found => Err(StepFailure::Device {
+                    message: format!(
+                        "the device gave {found} tokens for {expected} rows: this is a defect of its executor"
+                    ),
+                    fatal: false,
+                }),
+            }
+        });
+        let mut lap = Lap::start();
+        match collected {
+            Ok(()) if flight.dropped => {}
+            Ok(()) => self.emit(&flight, &results),
+            // What was submitted after it may have read what it should have written.
+            Err(failure) => {
+                self.fail(&failure, &flight);
+                self.fail_flights(&failure);
+                self.scheduler.withdraw_all();
+            }
+        }
+        flight.timings += results.timings;
+        flight.timings.output_ns += lap.ns();
+        self.count(flight);
+        self.results = results;
+    }
+
+    /// A step has ended.
+    fn count(&mut self, flight: Flight) {
+        self.output.num_reqs += flight.rows.len();
+        self.output.num_tokens += flight.num_tokens;
+        self.stats.steps += 1;
+        self.stats.tokens_computed += flight.num_tokens as u64;
+        self.stats.last = flight.timings;
+        self.stats.total += flight.timings;
+        self.spare.push(flight);
+    }
+
+    fn emit(&mut self, flight: &Flight, results: &StepResults) {
+        let vocab_size = self.executor.model_config().vocab_size;
+        let mut logits = results.logits.chunks_exact(vocab_size);
+        let samples = flight.rows.iter().filter(|row| row.samples);
+        for (row, token) in samples.zip(&results.tokens) {
+            let logits = logits.next();
+            // The request ended while the step ran: a token before this one was its last, or somebody aborted it.
+            if !self.scheduler.is_current(row.key, row.epoch) {
                 continue;
             }
-            let (Some(logits), Some(active)) = (rows.next(), self.active[row.key.index()].as_mut())
-            else {
-                continue;
-            };
-            let index = request.output().len();
-            if let Some(observer) = &mut self.observer {
+            if let (Some(observer), Some(logits)) = (&mut self.observer, logits)
+                && let Some(active) = &self.active[row.key.index()]
+            {
+                let index = self.scheduler.request(row.key).output().len();
                 observer(active.id, index, logits);
             }
-            let token = match active.forced.get(index) {
-                Some(&token) => Ok(token),
-                None => active.sampler.sample(logits).map_err(RequestError::from),
-            };
-            self.sampled.push((row.key, token));
-        }
-    }
-
-    fn emit(&mut self) {
-        let mut sampled = std::mem::take(&mut self.sampled);
-        for (key, token) in sampled.drain(..) {
             match token {
-                Ok(token) => self.emit_token(key, token),
-                Err(error) => self.end_with(key, error),
+                Ok(token) => self.emit_token(row.key, *token),
+                Err(error) => self.end_with(row.key, error.clone().into()),
             }
         }
-        self.sampled = sampled;
     }
 
     fn emit_token(&mut self, key: RequestKey, token: u32) {
@@ -394,7 +565,7 @@ impl Engine {
         let Some(active) = self.active[key.index()].as_mut() else {
             return;
         };
-        let eos = &self.model.config().eos_token_ids;
+        let eos = &self.executor.model_config().eos_token_ids;
         let is_stop = active.params.is_stop_token(token, eos);
         let (text, stopped) = match (&mut active.text, &self.tokenizer) {
             (Some(text), Some(tokenizer)) => text.push(tokenizer, token, is_stop, at_limit),
@@ -442,18 +613,79 @@ impl Engine {
         });
     }
 
-    /// Ends every request of the step. What the step should have written is not in the cache, so its blocks lose the names
-    /// under which others would find them.
-    fn fail(&mut self, failure: &StepFailure) {
+    /// Ends every request of a step. What the step should have written is not in the cache, so its blocks lose the names
+    /// under which others would find them. If the device is gone, every other request ends too.
+    fn fail(&mut self, failure: &StepFailure, flight: &Flight) {
         tracing::error!(error = ?failure, "a step failed; its requests end with an error");
         self.stats.failed_steps += 1;
-        for index in 0..self.scheduler.last_schedule().rows.len() {
-            let key = self.scheduler.last_schedule().rows[index].key;
-            self.scheduler.withdraw(key);
+        self.end_rows(failure, flight);
+        if let StepFailure::Device {
+            message,
+            fatal: true,
+        } = failure
+        {
+            self.die(message);
         }
-        for index in 0..self.scheduler.last_schedule().rows.len() {
-            let key = self.scheduler.last_schedule().rows[index].key;
-            self.end_with(key, failure.for_request());
+    }
+
+    fn end_rows(&mut self, failure: &StepFailure, flight: &Flight) {
+        let current = |scheduler: &Scheduler, row: &FlightRow| {
+            scheduler.is_current(row.key, row.epoch).then_some(row.key)
+        };
+        for row in &flight.rows {
+            if let Some(key) = current(&self.scheduler, row) {
+                self.scheduler.withdraw(key, row.start);
+            }
+        }
+        for row in &flight.rows {
+            if let Some(key) = current(&self.scheduler, row) {
+                self.end_with(key, failure.for_request());
+            }
+        }
+    }
+
+    /// Ends the requests of everything in flight; the steps themselves are still collected.
+    fn fail_flights(&mut self, failure: &StepFailure) {
+        let mut flights = std::mem::take(&mut self.flights);
+        for flight in &mut flights {
+            self.end_rows(failure, flight);
+            flight.dropped = true;
+        }
+        self.flights = flights;
+    }
+
+    /// The device is gone: every request ends, nothing that is in flight will be waited for, and no request is taken.
+    fn die(&mut self, message: &str) {
+        tracing::error!(
+            message,
+            "the device is gone; the engine takes no further requests"
+        );
+        self.dead = Some(message.to_owned());
+        self.flights.clear();
+        let mut ids: Vec<RequestId> = self.keys.keys().copied().collect();
+        ids.sort_unstable();
+        for id in ids {
+            if let Some(&key) = self.keys.get(&id) {
+                self.end_with(key, RequestError::Device(message.to_owned()));
+            }
+        }
+    }
+}
+
+impl Active {
+    /// How the token at `index` of the output is chosen.
+    fn sampling(&mut self, index: usize) -> RowSampling {
+        let choice = self.sampler.choice();
+        let forced = self.forced.get(index).copied();
+        RowSampling {
+            temperature: choice.temperature,
+            top_p: choice.top_p,
+            top_k: u32::try_from(choice.top_k).unwrap_or(u32::MAX),
+            uniform: match forced {
+                Some(_) => 0.0,
+                None => self.sampler.draw(),
+            },
+            forced,
         }
     }
 }
@@ -489,49 +721,58 @@ impl Text {
     }
 }
 
-/// Blocks that fit into `fraction` of memory beside everything that a step of the largest size needs.
-fn profiled_blocks(
-    config: &EngineConfig,
-    limits: &SchedulerLimits,
-    model: &mut dyn ModelRunner,
-    attention: &Attention,
-    fraction: f64,
-) -> Result<usize, EngineError> {
-    let tokens = limits.max_num_batched_tokens.min(MAX_PROFILE_TOKENS);
-    let before = memory::resident_bytes();
-    let positions: Vec<i64> = (0..tokens)
-        .map(|i| (i % limits.max_model_len) as i64)
-        .collect();
-    let logits_rows: Vec<usize> = (0..tokens.min(limits.max_num_seqs)).collect();
-    let mut logits = Vec::new();
-    let mut layers = attention.profile_layers();
-    model
-        .forward(
-            &vec![0; tokens],
-            &positions,
-            &mut layers,
-            &logits_rows,
-            &mut logits,
-        )
-        .map_err(EngineError::Profile)?;
-    let after = memory::resident_bytes();
-    let scratch =
-        after.saturating_sub(before) * limits.max_num_batched_tokens as u64 / tokens as u64;
-    let used = before + scratch;
-    let total = memory::total_bytes();
-    let budget = (total as f64 * fraction) as u64;
-    let block_bytes = attention.plan().block_bytes();
-    let most = limits.max_num_seqs * limits.max_model_len.div_ceil(config.block_size) + 1;
-    let blocks = (budget.saturating_sub(used) / block_bytes).min(most as u64) as usize;
-    if blocks < 2 {
-        return Err(EngineError::NoMemory {
-            fraction,
-            total,
-            budget,
-            used,
-            tokens: limits.max_num_batched_tokens,
-        });
+/// Steps in flight at most, as configured.
+fn depth(config: &EngineConfig, executor: &dyn Executor) -> Result<usize, EngineError> {
+    match (config.async_scheduling, executor.depth()) {
+        (Some(false), _) => Ok(1),
+        (Some(true), 1) => Err(EngineError::Setting {
+            name: "async_scheduling",
+            value: "true".to_owned(),
+            remedy: "this device runs steps on the thread that prepares them; leave the setting out",
+        }),
+        // A feed reference names a token of the step just before.
+        (_, depth) => Ok(depth.clamp(1, 2)),
     }
-    tracing::info!(blocks, used, budget, "sized the KV cache");
-    Ok(blocks)
+}
+
+/// The graphs of the mode that survived, with what the builders promise for each.
+fn graph_plan(
+    config: &EngineConfig,
+    startup: &Startup,
+    attention: &mut Attention,
+) -> Result<GraphPlan, EngineError> {
+    let (mode, sizes) = startup.survived();
+    let manager = CudagraphManager::new(&ManagerConfig {
+        mode,
+        decode_query_lens: &[1],
+        varlen_decode: false,
+        max_num_reqs: config.max_num_seqs as u32,
+        capture_sizes: sizes,
+        max_capture_size: sizes.last().copied().unwrap_or(0),
+        lora_cases: &[0],
+        ubatching: None,
+    });
+    let full = manager
+        .capture_order(RuntimeMode::Full)
+        .into_iter()
+        .map(|descriptor| {
+            let promises = attention.launch_promises(&capture_shape(&descriptor))?;
+            Ok(FullGraph {
+                descriptor,
+                promises,
+            })
+        })
+        .collect::<Result<_, _>>()
+        .map_err(EngineError::Promise)?;
+    let eager = match attention.plan().facts().captures_graphs() {
+        true => attention.eager_promises().map_err(EngineError::Promise)?,
+        false => Vec::new(),
+    };
+    Ok(GraphPlan {
+        mode,
+        piecewise: manager.capture_order(RuntimeMode::Piecewise),
+        manager,
+        full,
+        eager,
+    })
 }

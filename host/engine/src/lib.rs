@@ -3,7 +3,8 @@
 //! - [`engine::Engine`] is the step loop; [`handle::EngineHandle`] runs one on a thread of its own.
 //! - [`scheduler`], [`kv`] and [`batch`] make each step's rows, blocks and host tensors.
 //! - [`AttentionPlan`] puts the rule book's questions: backend, groups, block sizes; `startup` the rest, and reports.
-//! - `attention` holds the layers' caches and impls, and each attention group's builder.
+//! - [`executor`] is what the step loop asks of a device; [`cpu`] answers on the host.
+//! - `attention` holds each attention group's builder and verifier, whatever the device.
 //! - [`model`], [`tokenizer`], [`chat`] and [`sampling`] are everything that is not attention.
 //!
 //! The engine must never know how a builder makes its metadata, nor what a backend's kernels do with it.
@@ -12,7 +13,9 @@ mod attention;
 pub mod batch;
 pub mod chat;
 pub mod config;
+pub mod cpu;
 pub mod engine;
+pub mod executor;
 pub mod handle;
 pub mod kv;
 pub mod memory;
@@ -27,8 +30,12 @@ pub mod timings;
 pub mod tokenizer;
 
 pub use attention::{AttentionPlan, StepError, backend_name};
-pub use config::{BuilderSource, CacheSize, EngineConfig, EngineError};
+pub use config::{
+    BuilderSource, CacheSize, DeviceChoice, EngineConfig, EngineError, KvCacheDtype, ModelDtype,
+};
+pub use cpu::CpuExecutor;
 pub use engine::Engine;
+pub use executor::Executor;
 pub use handle::{EngineHandle, RequestEvent, RequestStream};
 pub use output::{FinishReason, GenerationRequest, RequestError, RequestId, StepOutput};
 pub use runner::ModelRunner;

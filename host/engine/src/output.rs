@@ -2,7 +2,7 @@
 
 use crate::{
     attention::StepError,
-    model::ModelError,
+    executor::StepFailure,
     sampling::{SamplingError, SamplingParams},
     scheduler::AddRequestError,
 };
@@ -66,6 +66,9 @@ pub enum RequestError {
     /// Its step's forward pass failed.
     #[error("the forward pass failed: {0}")]
     Model(String),
+    /// The device refused or failed its step, or is gone for good.
+    #[error("{0}")]
+    Device(String),
     /// The engine was shut down.
     #[error("the engine has stopped; start it again")]
     Stopped,
@@ -108,19 +111,13 @@ impl StepOutput {
     }
 }
 
-/// Why a whole step failed.
-#[derive(Debug)]
-pub(crate) enum StepFailure {
-    Metadata(StepError),
-    Model(ModelError),
-}
-
 impl StepFailure {
     /// The error of each of the step's requests.
     pub(crate) fn for_request(&self) -> RequestError {
         match self {
             StepFailure::Metadata(error) => RequestError::Step(error.clone()),
             StepFailure::Model(error) => RequestError::Model(error.to_string()),
+            StepFailure::Device { message, .. } => RequestError::Device(message.clone()),
         }
     }
 }

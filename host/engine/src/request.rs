@@ -25,6 +25,9 @@ pub struct Request {
     /// Tokens known when the request was (re)admitted: those before it are prefill.
     pub(crate) prefill_len: usize,
     pub(crate) num_computed: usize,
+    /// A token after `tokens` that a step in flight chooses: its id where it is known all the same, else a
+    /// [feed reference](crate::batch::feed_reference) for the step that is submitted next.
+    pub(crate) pending: Option<i32>,
     /// No further token once there are this many.
     pub(crate) max_total_tokens: usize,
     pub(crate) blocks: RequestBlocks,
@@ -56,6 +59,11 @@ impl Request {
         self.num_computed
     }
 
+    /// Known tokens, and the one that a step in flight chooses.
+    pub(crate) fn num_tokens_with_pending(&self) -> usize {
+        self.tokens.len() + usize::from(self.pending.is_some())
+    }
+
     /// Blocks held, in the order of the tokens.
     pub fn blocks(&self) -> &[u32] {
         &self.blocks.ids
@@ -79,5 +87,10 @@ impl Request {
     /// Is there no room for another token, by its own limit or the context's?
     pub fn is_at_limit(&self) -> bool {
         self.tokens.len() >= self.max_total_tokens
+    }
+
+    /// Will it be there once the pending token is known?
+    pub(crate) fn is_at_limit_with_pending(&self) -> bool {
+        self.pending.is_some() && self.num_tokens_with_pending() >= self.max_total_tokens
     }
 }

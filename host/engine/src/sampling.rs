@@ -91,13 +91,31 @@ impl SamplingParams {
 }
 
 /// Draws one request's tokens.
+///
+/// The random number and the choice are apart: the number is drawn where the step is made, so that the request's numbers do
+/// not depend on the device that chooses.
 #[derive(Debug, Clone)]
 pub struct Sampler {
-    temperature: f32,
-    top_k: usize,
-    top_p: f32,
+    choice: Choice,
     rng: Pcg64,
-    /// Token and, in turn, logit and weight; reused.
+    chooser: Chooser,
+}
+
+/// How one token is chosen: parameters in the ranges of [`SamplingParams::validate`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Choice {
+    /// Divides the logits; 0 is greedy.
+    pub temperature: f32,
+    /// 0: all.
+    pub top_k: usize,
+    /// Within (0, 1].
+    pub top_p: f32,
+}
+
+/// Chooses tokens; holds only memory that is reused.
+#[derive(Debug, Clone, Default)]
+pub struct Chooser {
+    /// Token and, in turn, logit and weight.
     candidates: Vec<(u32, f32)>,
 }
 
@@ -109,22 +127,62 @@ impl Sampler {
     pub fn new(params: &SamplingParams) -> Result<Self, SamplingError> {
         params.validate()?;
         Ok(Self {
-            temperature: params.temperature,
-            top_k: params.top_k,
-            top_p: params.top_p,
+            choice: Choice {
+                temperature: params.temperature,
+                top_k: params.top_k,
+                top_p: params.top_p,
+            },
             rng: Pcg64::seed_from_u64(params.seed.unwrap_or_else(rand::random)),
-            candidates: Vec::new(),
+            chooser: Chooser::default(),
         })
     }
 
-    /// The next token for a row of `vocab_size` logits. Greedy takes the largest, the lowest id on ties. Otherwise
-    /// exactly one random number is used, after top-k, temperature and top-p in this order.
+    /// How this request's tokens are chosen.
+    pub fn choice(&self) -> Choice {
+        self.choice
+    }
+
+    /// The next token's random number, within [0, 1): greedy decoding uses none, and this is 0.
+    pub fn draw(&mut self) -> f64 {
+        if self.choice.temperature == 0.0 {
+            0.0
+        } else {
+            self.rng.random::<f64>()
+        }
+    }
+
+    /// The next token for a row of `vocab_size` logits: [`Sampler::draw`], then [`Sampler::sample_with`].
     ///
     /// # Errors
     /// `Logits` if no entry is a number.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, SamplingError> {
+        let uniform = self.draw();
+        self.sample_with(logits, uniform)
+    }
+
+    /// The token that `uniform` picks; see [`Chooser::choose`].
+    ///
+    /// # Errors
+    /// `Logits` if no entry is a number.
+    pub fn sample_with(&mut self, logits: &[f32], uniform: f64) -> Result<u32, SamplingError> {
+        self.chooser.choose(logits, self.choice, uniform)
+    }
+}
+
+impl Chooser {
+    /// The token for a row of `vocab_size` logits. Greedy takes the largest, the lowest id on ties. Otherwise top-k,
+    /// temperature and top-p in this order, then `uniform`, within [0, 1), picks among what is left by its running sum in the order of the ids.
+    ///
+    /// # Errors
+    /// `Logits` if no entry is a number.
+    pub fn choose(
+        &mut self,
+        logits: &[f32],
+        choice: Choice,
+        uniform: f64,
+    ) -> Result<u32, SamplingError> {
         let best = greedy(logits).ok_or(SamplingError::Logits(logits.len()))?;
-        if self.temperature == 0.0 {
+        if choice.temperature == 0.0 {
             return Ok(best);
         }
         let max = logits[best as usize];
@@ -135,11 +193,11 @@ impl Sampler {
                 .zip(logits.iter().copied())
                 .filter(|(_, logit)| !logit.is_nan()),
         );
-        if self.top_k > 0 && self.top_k < candidates.len() {
-            candidates.select_nth_unstable_by(self.top_k - 1, |a, b| {
+        if choice.top_k > 0 && choice.top_k < candidates.len() {
+            candidates.select_nth_unstable_by(choice.top_k - 1, |a, b| {
                 b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
             });
-            candidates.truncate(self.top_k);
+            candidates.truncate(choice.top_k);
             // The selection leaves them in no order; the draw needs one.
             candidates.sort_unstable_by_key(|c| c.0);
         }
@@ -149,14 +207,14 @@ impl Sampler {
             *weight = if *weight == max {
                 1.0
             } else {
-                ((*weight - max) / self.temperature).exp()
+                ((*weight - max) / choice.temperature).exp()
             };
             total += f64::from(*weight);
         }
-        if self.top_p < 1.0 {
-            total = nucleus(candidates, total, f64::from(self.top_p));
+        if choice.top_p < 1.0 {
+            total = nucleus(candidates, total, f64::from(choice.top_p));
         }
-        let mut left = self.rng.random::<f64>() * total;
+        let mut left = uniform * total;
         for (token, weight) in candidates.iter() {
             left -= f64::from(*weight);
             if left < 0.0 {
@@ -183,7 +241,7 @@ fn greedy(logits: &[f32]) -> Option<u32> {
     best.map(|(token, _)| token)
 }
 
-/// Keeps the likeliest candidates that together reach `p` of `total`, likeliest first; returns their weight.
+/// Keeps the likeliest candidates that together reach `p` of `total`, in the order of their ids; returns their weight.
 fn nucleus(candidates: &mut Vec<(u32, f32)>, total: f64, p: f64) -> f64 {
     // Tokens below this weight together cannot reach 1 − p, so the nucleus has none of them: sorting stays short.
     let negligible = (1.0 - p) * total / candidates.len() as f64;
@@ -199,6 +257,7 @@ fn nucleus(candidates: &mut Vec<(u32, f32)>, total: f64, p: f64) -> f64 {
         }
     }
     candidates.truncate(count);
+    candidates.sort_unstable_by_key(|c| c.0);
     reached
 }
 

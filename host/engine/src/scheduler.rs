@@ -4,6 +4,10 @@
 //! which they were admitted; then waiting ones, with as much of their prompt as the token budget leaves (chunked prefill).
 //! When a running request finds no block, the youngest running request loses all of its blocks and is computed again later.
 //!
+//! A step may be scheduled while the one before it runs: a row whose token is not known yet counts as one token longer
+//! (`pending`). Blocks that a request gives back meanwhile may be handed out at once, because a device runs steps in the order
+//! in which they were submitted.
+//!
 //! The scheduler must never know the model, a tensor, or a metadata builder.
 
 use std::collections::VecDeque;
@@ -178,6 +182,12 @@ impl Scheduler {
             .expect("the request has ended")
     }
 
+    /// Is `key` still the request that was admitted as `epoch`? Not after it ended.
+    pub(crate) fn is_current(&self, key: RequestKey, epoch: u64) -> bool {
+        let request = self.requests.get(key.index()).and_then(Option::as_ref);
+        request.is_some_and(|request| request.epoch == epoch)
+    }
+
     /// Takes a request in. `max_tokens`: of output; none: as many as context and cache allow.
     pub fn add(
         &mut self,
@@ -191,6 +201,7 @@ impl Scheduler {
             prompt_len,
             prefill_len: prompt_len,
             num_computed: 0,
+            pending: None,
             max_total_tokens,
             blocks: RequestBlocks::default(),
             slot: None,
@@ -273,6 +284,11 @@ impl Scheduler {
                 break;
             }
             let key = self.running[index];
+            // The token that it waits for is its last: nothing follows.
+            if self.request(key).is_at_limit_with_pending() {
+                index += 1;
+                continue;
+            }
             let (num_tokens, end) = next_chunk(self.request(key), budget);
             // One request alone always fits: `add` refused it otherwise. So this ends at the latest when it is the last.
             let mut granted = true;
@@ -300,6 +316,10 @@ impl Scheduler {
                 break;
             }
             let request = self.requests[key.index()].as_mut().expect("waiting");
+            // It lost its blocks while a step in flight chooses a token for it: it starts again once that is known.
+            if request.pending.is_some() {
+                break;
+            }
             let hit = self.kv.cached_prefix(&mut request.blocks, &request.tokens);
             let num_tokens = (request.tokens.len() - hit.num_tokens).min(budget);
             let end = hit.num_tokens + num_tokens;
@@ -332,10 +352,12 @@ impl Scheduler {
         self.kv.grow(&mut request.blocks, num_tokens)
     }
 
+    /// Offers the full blocks among the first `num_tokens` tokens, as far as the tokens are known: a block's name is made of
+    /// its tokens.
     fn publish(&mut self, key: RequestKey, num_tokens: usize) {
         let request = self.requests[key.index()].as_mut().expect("running");
-        self.kv
-            .publish(&mut request.blocks, &request.tokens, num_tokens);
+        let known = num_tokens.min(request.tokens.len());
+        self.kv.publish(&mut request.blocks, &request.tokens, known);
     }
 
     fn preempt_last(&mut self) {
@@ -350,7 +372,8 @@ impl Scheduler {
         self.num_preemptions += 1;
     }
 
-    /// The rows of the last schedule were computed: their tokens have keys and values now.
+    /// The rows of the last schedule were computed, or a device will compute them before anything that is submitted later:
+    /// their tokens have keys and values now.
     pub fn complete(&mut self) {
         for row in &self.schedule.rows {
             if let Some(request) = self.requests[row.key.index()].as_mut() {
@@ -359,10 +382,22 @@ impl Scheduler {
         }
     }
 
-    /// Appends a token that the model produced.
+    /// A row of the last schedule computes the request's last token, and its next one is not known yet: `feed` stands for it,
+    /// an id or a [feed reference](crate::batch::feed_reference). The request goes on meanwhile.
+    pub fn set_pending(&mut self, key: RequestKey, feed: i32) {
+        let request = self.requests[key.index()].as_mut().expect("not ended");
+        request.pending = Some(feed);
+    }
+
+    /// Appends a token that the model produced: the pending one, if one is.
     pub fn append(&mut self, key: RequestKey, token: u32) {
-        let request = self.requests[key.index()].as_mut().expect("running");
+        let request = self.requests[key.index()].as_mut().expect("not ended");
         request.tokens.push(token);
+        if request.pending.take().is_some() {
+            // With this token the block that it ends has a name.
+            let num_computed = request.num_computed;
+            self.publish(key, num_computed);
+        }
     }
 
     /// Ends a request, whatever its state, and gives its blocks back.
@@ -382,18 +417,24 @@ impl Scheduler {
         request
     }
 
-    /// For a row of a step that failed, before it is finished: what the step should have written is not in the cache, so
-    /// nobody may find it there.
-    pub fn withdraw(&mut self, key: RequestKey) {
+    /// For a row of a step that failed, before it is finished: what the step should have written, from token `start` on, is
+    /// not in the cache, so nobody may find it there.
+    pub fn withdraw(&mut self, key: RequestKey, start: usize) {
         let request = self.requests[key.index()].as_mut().expect("not ended");
-        let first = request.num_computed / self.kv.block_size();
+        let first = start / self.kv.block_size();
         self.kv.unpublish(&mut request.blocks, first);
+    }
+
+    /// As [`Scheduler::withdraw`] for a step that failed after others were scheduled on top of it: requests that held its
+    /// blocks may have left them behind with their names, so every name goes.
+    pub fn withdraw_all(&mut self) {
+        self.kv.forget_all();
     }
 }
 
 /// The next tokens of a running request under `budget`: how many, and the number computed after them.
 fn next_chunk(request: &Request, budget: usize) -> (usize, usize) {
-    let num_tokens = (request.tokens.len() - request.num_computed).min(budget);
+    let num_tokens = (request.num_tokens_with_pending() - request.num_computed).min(budget);
     debug_assert!(num_tokens > 0, "a running request without a next token");
     (num_tokens, request.num_computed + num_tokens)
 }

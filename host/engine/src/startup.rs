@@ -3,22 +3,22 @@
 //! Both are the rule book's, kept as data and logged once. This module must never know a step.
 
 use timetable_attention::{
-    backend::Device,
     batch::RunnerGeneration,
     graphs::{ConfigFacts, Explanation, GraphModes, GroupSupport, Outcome, ResolveInput, explain},
     report::{RunFacts, Severity, StartupReport},
 };
-use timetable_types::{BuilderInfo, CudagraphSupport};
+use timetable_types::{BuilderInfo, CudagraphMode, CudagraphSupport};
 
 use crate::{
-    attention::{AttentionPlan, DEVICE},
+    attention::AttentionPlan,
     config::{EngineConfig, EngineError},
+    executor::DeviceFacts,
 };
 
 /// What of this engine's configuration changes the graph mode before a builder is asked: a CPU captures no graphs.
-pub(crate) fn config_facts() -> ConfigFacts {
+pub(crate) fn config_facts(facts: &DeviceFacts) -> ConfigFacts {
     ConfigFacts {
-        no_static_graphs: DEVICE == Device::Cpu,
+        no_static_graphs: !facts.captures_graphs(),
         ..ConfigFacts::default()
     }
 }
@@ -50,9 +50,9 @@ impl Startup {
             .collect();
         let cudagraph_mode = explain(
             engine.cudagraph_mode,
-            &config_facts(),
+            &config_facts(plan.facts()),
             &supports,
-            &resolve_input(),
+            &resolve_input(plan),
         );
         let changes: Vec<String> = cudagraph_mode
             .changes
@@ -62,7 +62,7 @@ impl Startup {
         let report = StartupReport::new(
             plan.groups(),
             &RunFacts {
-                device: DEVICE,
+                device: plan.facts().device,
                 batch_invariant: false,
                 supports_batch_invariance: &[],
                 prefix_caching: engine.enable_prefix_caching,
@@ -89,6 +89,18 @@ impl Startup {
         };
         startup.log();
         Ok(startup)
+    }
+
+    /// The mode that survived, and the sizes that are captured.
+    pub fn survived(&self) -> (CudagraphMode, &[u32]) {
+        match &self.cudagraph_mode.outcome {
+            Outcome::Survived {
+                mode,
+                capture_sizes,
+                ..
+            } => (*mode, capture_sizes),
+            Outcome::Refused { .. } => (CudagraphMode::None, &[]),
+        }
     }
 
     fn log(&self) {
@@ -120,20 +132,23 @@ fn class_name(path: &str) -> &str {
     path.rsplit('.').next().unwrap_or(path)
 }
 
-/// One token a decode, a model that is not compiled, and no size to capture.
-fn resolve_input() -> ResolveInput<'static> {
+/// One token a decode. Where graphs can be captured the model is cut at its attention layers, which is what a compiled model
+/// is to the rules.
+fn resolve_input(plan: &AttentionPlan) -> ResolveInput<'_> {
+    let cut = plan.facts().captures_graphs();
+    let capture_sizes = plan.capture_sizes();
     ResolveInput {
         mode: None,
         min_support: CudagraphSupport::Always,
         min_backend: None,
         uniform_decode_query_len: 1,
-        attention_is_splitting_op: false,
-        compiled: false,
+        attention_is_splitting_op: cut,
+        compiled: cut,
         use_inductor_graph_partition: false,
         runner: RunnerGeneration::V2,
-        piecewise_capture_available: false,
-        capture_sizes: &[],
-        max_capture_size: 0,
+        piecewise_capture_available: cut,
+        capture_sizes,
+        max_capture_size: capture_sizes.last().copied().unwrap_or(0),
         mamba: None,
         is_profiling: false,
     }

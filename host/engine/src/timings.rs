@@ -24,15 +24,25 @@ pub struct StepTimings {
     pub sample_ns: u64,
     /// Tokens appended, ends found, text made, updates written.
     pub output_ns: u64,
+    /// On another device than the host: the step packed and enqueued.
+    pub submit_ns: u64,
+    /// On another device than the host: waiting for the step's tokens.
+    pub wait_ns: u64,
+    /// The device's own time of copies to it; none on the host. The device's times pass while the host works.
+    pub copy_ns: u64,
+    /// The device's own time from the step's first kernel to its last one's end; none on the host.
+    pub kernel_ns: u64,
+    /// The device's own time between the step before and this one's first copy; none on the host.
+    pub idle_ns: u64,
 }
 
 impl StepTimings {
-    /// Everything that is not the model and not sampling.
+    /// Everything on the host that is not the model, not sampling and not waiting.
     pub fn host_ns(&self) -> u64 {
-        self.total_ns() - self.model_ns - self.sample_ns
+        self.total_ns() - self.model_ns - self.sample_ns - self.wait_ns
     }
 
-    /// All of it.
+    /// All of the host's thread.
     pub fn total_ns(&self) -> u64 {
         self.schedule_ns
             + self.batch_ns
@@ -42,6 +52,8 @@ impl StepTimings {
             + self.model_ns
             + self.sample_ns
             + self.output_ns
+            + self.submit_ns
+            + self.wait_ns
     }
 }
 
@@ -55,6 +67,11 @@ impl AddAssign for StepTimings {
         self.model_ns += other.model_ns;
         self.sample_ns += other.sample_ns;
         self.output_ns += other.output_ns;
+        self.submit_ns += other.submit_ns;
+        self.wait_ns += other.wait_ns;
+        self.copy_ns += other.copy_ns;
+        self.kernel_ns += other.kernel_ns;
+        self.idle_ns += other.idle_ns;
     }
 }
 

@@ -377,6 +377,20 @@ impl GroupBuilder {
         verify: impl Fn(&Metadata) -> Result<(), R>,
     ) -> Result<StepMetadata, StepError> {
         self.step_boundary();
+        self.build_current(common, fast_build, verify)
+    }
+
+    /// As `build`, without a step boundary: for a caller that went through `step_boundary` in this step, and must not see
+    /// another version after it.
+    ///
+    /// # Errors
+    /// As `build`.
+    pub fn build_current<R: fmt::Display>(
+        &mut self,
+        common: &CommonAttentionMetadata,
+        fast_build: bool,
+        verify: impl Fn(&Metadata) -> Result<(), R>,
+    ) -> Result<StepMetadata, StepError> {
         let call = |builder: &mut dyn MetadataBuilder| builder.build(common, fast_build);
         self.serve(Some(common.num_reqs), &call, &verify)
     }

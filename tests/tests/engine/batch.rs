@@ -24,6 +24,7 @@ fn row<'a>(num_computed: usize, tokens: &'a [u32], blocks: &'a [u32]) -> BatchRo
         epoch: 1,
         num_computed,
         tokens,
+        feed: None,
         blocks,
         is_prefilling: false,
         wants_logits: true,

@@ -145,6 +145,7 @@ fn build_from_recorded_rows(name: &str) {
                 epoch,
                 num_computed: seq_len - num_tokens,
                 tokens: &tokens,
+                feed: None,
                 blocks: &blocks,
                 is_prefilling: step.is_prefilling[row],
                 wants_logits: true,

@@ -145,7 +145,8 @@ fn a_failed_step_leaves_no_cached_prefix() {
     let mut scheduler = scheduler(4, 32, 20, 4);
     let key = scheduler.add(vec![5; 9], None).unwrap();
     scheduler.schedule();
-    scheduler.withdraw(key);
+    let start = scheduler.request(key).num_computed();
+    scheduler.withdraw(key, start);
     scheduler.finish(key);
     let again = scheduler.add(vec![5; 9], None).unwrap();
     assert_eq!(step(&mut scheduler), [(again, 9)]);

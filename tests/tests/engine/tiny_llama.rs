@@ -6,10 +6,9 @@ use std::sync::{
 };
 
 use timetable_attention::{BuildFault, MetadataBuilder, plain_builder};
-use timetable_device::cpu::CacheDtype;
 use timetable_engine::{
-    BuilderSource, CacheSize, Engine, EngineConfig, FinishReason, GenerationRequest, ModelRunner,
-    RequestError, backend_name,
+    BuilderSource, CacheSize, Engine, EngineConfig, FinishReason, GenerationRequest, KvCacheDtype,
+    ModelRunner, RequestError, backend_name,
     model::{AttentionLayers, Model, ModelConfig, ModelError},
     sampling::SamplingParams,
     tokenizer::Tokenizer,
@@ -172,7 +171,7 @@ fn a_bf16_cache_runs_and_stays_close() {
         rows.sort_by_key(|row| (row.0, row.1));
         rows
     };
-    let (exact, rounded) = (run(CacheDtype::F32), run(CacheDtype::Bf16));
+    let (exact, rounded) = (run(KvCacheDtype::Auto), run(KvCacheDtype::Bfloat16));
     assert_eq!(exact.len(), rounded.len());
     let mut largest: f32 = 0.0;
     let mut scale: f32 = 0.0;

@@ -8,7 +8,10 @@ use std::borrow::Cow;
 
 use timetable_attention::{
     backend::{BackendRegistry, BackendRow, Configuration, Device},
-    graphs::apply_config_overrides,
+    graphs::{
+        CaptureSizeConfig, CaptureSizeError, apply_config_overrides, default_capture_sizes,
+        user_capture_sizes,
+    },
     group::{
         AttentionGroup, AttentionLayer, KvCacheGroup, LayerMap, attention_groups,
         choose_kernel_blocks, kv_cache_groups,
@@ -16,24 +19,18 @@ use timetable_attention::{
     kernel_block::KernelBlockSize,
     layout::{LayoutRequest, resolve_layout, supported_layouts},
     select::{Request, Selection, select},
-    spec::{CacheSpec, FullAttentionSpec, UniformTypeKvCacheSpecs},
+    spec::{CacheSpec, FullAttentionSpec, KvQuantMode, UniformTypeKvCacheSpecs},
 };
-use timetable_device::cpu::CacheDtype;
 use timetable_types::{
     self as types, BuilderConfig, CudagraphConfig, Dtype, Family, KvCacheLayout,
 };
 
 use crate::{
     config::{EngineConfig, EngineError},
+    executor::DeviceFacts,
     model::ModelConfig,
     startup,
 };
-
-/// Where this engine's kernels run.
-pub(crate) const DEVICE: Device = Device::Cpu;
-
-/// The model's dtype as backends see it: the layers compute in f32.
-const MODEL_DTYPE: Dtype = Dtype::Float32;
 
 /// The name that operators give a family's backend.
 pub const fn backend_name(family: Family) -> &'static str {
@@ -65,23 +62,37 @@ pub struct AttentionPlan {
     layer_map: LayerMap,
     layout: KvCacheLayout,
     selection_warnings: Vec<String>,
+    facts: DeviceFacts,
+    capture_sizes: Vec<u32>,
 }
 
 impl AttentionPlan {
+    /// The plan for the CPU device; see [`AttentionPlan::for_device`].
+    ///
+    /// # Errors
+    /// As [`AttentionPlan::for_device`].
+    pub fn new(engine: &EngineConfig, model: &ModelConfig) -> Result<Self, EngineError> {
+        Self::for_device(engine, model, DeviceFacts::cpu(engine))
+    }
+
     /// Asks the rule book. One backend serves every layer, so it is asked for a window if any layer has one.
     ///
     /// # Errors
     /// A setting out of range; no backend for the model ([`EngineError::Backend`]: an explicit choice never falls back);
     /// specs, block sizes or layouts that do not fit together.
-    pub fn new(engine: &EngineConfig, model: &ModelConfig) -> Result<Self, EngineError> {
+    pub fn for_device(
+        engine: &EngineConfig,
+        model: &ModelConfig,
+        facts: DeviceFacts,
+    ) -> Result<Self, EngineError> {
         engine.check(model.max_position_embeddings)?;
-        let Selection { row, log, warning } = chosen(engine, model)?;
+        let Selection { row, log, warning } = chosen(engine, model, &facts)?;
         tracing::info!("{log}");
         let family = Family::ALL
             .into_iter()
             .find(|family| backend_name(*family) == row.name)
             .ok_or_else(|| EngineError::NoContract(row.name.to_string()))?;
-        let layers = layers(engine, model, &row)?;
+        let layers = layers(engine, model, &row, &facts)?;
         let kv_cache_groups = [one_kv_cache_group(&layers)?];
         let mut groups = attention_groups(&layers, &kv_cache_groups)?;
         choose_kernel_blocks(
@@ -89,7 +100,7 @@ impl AttentionPlan {
             &kv_cache_groups,
             |group| match engine.kernel_block_size {
                 Some(size) => Cow::Owned(vec![KernelBlockSize::Exact(size as u32)]),
-                None => row.kernel_block_sizes_for(Some(&group.spec), DEVICE),
+                None => row.kernel_block_sizes_for(Some(&group.spec), rules(&facts)),
             },
             |_| false,
         )?;
@@ -108,7 +119,19 @@ impl AttentionPlan {
             groups,
             layout: layout.layout,
             selection_warnings: warning.into_iter().chain(layout.warning).collect(),
+            facts,
+            capture_sizes: capture_sizes(engine, &facts)?,
         })
+    }
+
+    /// The device that the plan was made for.
+    pub fn facts(&self) -> &DeviceFacts {
+        &self.facts
+    }
+
+    /// Token counts that graphs may be captured for, rising; none on a device without graphs.
+    pub fn capture_sizes(&self) -> &[u32] {
+        &self.capture_sizes
     }
 
     /// The backend's name: FLASH_ATTN, FLASHINFER.
@@ -132,7 +155,7 @@ impl AttentionPlan {
     }
 
     /// Index of a layer's attention group.
-    pub(super) fn group_of(&self, layer: usize) -> Option<usize> {
+    pub fn group_of(&self, layer: usize) -> Option<usize> {
         self.layer_map.group_of(&layer_name(layer))
     }
 
@@ -171,8 +194,11 @@ impl AttentionPlan {
                 scale: f64::from(model.attention_scale()),
                 logits_soft_cap: None,
                 sliding_windows: vec![window.map_or(-1, |window| window as i32)],
-                model_dtype: MODEL_DTYPE,
-                kv_cache_dtype: kv_cache_dtype(engine).to_owned(),
+                model_dtype: self.facts.model_dtype,
+                kv_cache_dtype: engine
+                    .kv_cache_dtype
+                    .name(self.facts.model_dtype)
+                    .to_owned(),
                 kv_cache_layout: self.layout,
                 has_sinks: false,
                 use_rswa: false,
@@ -192,9 +218,13 @@ impl AttentionPlan {
             },
             cudagraph: CudagraphConfig {
                 // As configured, but for what no builder's answer can change.
-                mode: apply_config_overrides(engine.cudagraph_mode, &startup::config_facts()).0,
-                capture_sizes: Vec::new(),
-                max_capture_size: 0,
+                mode: apply_config_overrides(
+                    engine.cudagraph_mode,
+                    &startup::config_facts(&self.facts),
+                )
+                .0,
+                capture_sizes: self.capture_sizes.clone(),
+                max_capture_size: self.capture_sizes.last().copied().unwrap_or(0),
             },
             parallel: types::ParallelConfig {
                 dcp_world_size: 1,
@@ -203,10 +233,14 @@ impl AttentionPlan {
                 prefill_context_parallel: false,
             },
             device: types::DeviceConfig {
-                compute_capability: (0, 0),
-                num_workers: engine.num_workers,
+                compute_capability: self
+                    .facts
+                    .device
+                    .capability()
+                    .map_or((0, 0), |capability| (capability.major, capability.minor)),
+                num_workers: self.facts.num_workers,
                 ctas_per_worker: 1,
-                flash_attn_version: 0,
+                flash_attn_version: self.facts.flash_attn_version,
                 trtllm_attention: false,
                 xqa: false,
             },
@@ -218,18 +252,51 @@ impl AttentionPlan {
     }
 }
 
+/// Whose answers of the rule book apply. In f32 a GPU is its own reference: the field's backends have no f32 kernels there, so
+/// the question is put for the CPU device, whose contracts and dtypes the f32 mode has.
+fn rules(facts: &DeviceFacts) -> Device {
+    match facts.model_dtype {
+        Dtype::Float32 => Device::Cpu,
+        _ => facts.device,
+    }
+}
+
+/// The configured token counts, or the field's.
+fn capture_sizes(engine: &EngineConfig, facts: &DeviceFacts) -> Result<Vec<u32>, CaptureSizeError> {
+    let Some(capability) = facts.device.capability() else {
+        return Ok(Vec::new());
+    };
+    let max_num_batched_tokens = engine.max_num_batched_tokens as u32;
+    match &engine.cudagraph_capture_sizes {
+        Some(sizes) => {
+            user_capture_sizes(sizes, None, max_num_batched_tokens).map(|(sizes, ..)| sizes)
+        }
+        None => Ok(default_capture_sizes(&CaptureSizeConfig {
+            max_num_seqs: engine.max_num_seqs as u32,
+            max_num_batched_tokens,
+            decode_query_len: 1,
+            compute_capability_major: capability.major,
+            interactivity: false,
+        })),
+    }
+}
+
 /// The backend for every layer of the model.
-fn chosen(engine: &EngineConfig, model: &ModelConfig) -> Result<Selection, EngineError> {
+fn chosen(
+    engine: &EngineConfig,
+    model: &ModelConfig,
+    facts: &DeviceFacts,
+) -> Result<Selection, EngineError> {
     let config = Configuration {
-        kv_cache_dtype: Some(kv_cache_dtype(engine).to_owned()),
+        kv_cache_dtype: Some(engine.kv_cache_dtype.name(facts.model_dtype).to_owned()),
         block_size: u32::try_from(engine.block_size).ok(),
         has_sliding_window: model.sliding_window.is_some(),
-        ..Configuration::new(model.head_dim as u32, MODEL_DTYPE)
+        ..Configuration::new(model.head_dim as u32, facts.model_dtype)
     };
     let request = Request {
         config: &config,
         num_heads: model.num_attention_heads as u32,
-        device: DEVICE,
+        device: rules(facts),
         requested: engine.attention_backend.as_deref(),
     };
     Ok(select(&BackendRegistry::new(), &request)?)
@@ -240,11 +307,9 @@ fn layers(
     engine: &EngineConfig,
     model: &ModelConfig,
     row: &BackendRow,
+    facts: &DeviceFacts,
 ) -> Result<Vec<AttentionLayer>, EngineError> {
-    let dtype = match engine.kv_cache_dtype {
-        CacheDtype::F32 => Dtype::Float32,
-        CacheDtype::Bf16 => Dtype::Bfloat16,
-    };
+    let dtype = engine.kv_cache_dtype.resolve(facts.model_dtype);
     let layer = |index| {
         let mut spec = FullAttentionSpec::new(
             engine.block_size as u32,
@@ -255,6 +320,8 @@ fn layers(
         spec.sliding_window = model
             .layer_sliding_window(index)
             .map(|window| window as u32);
+        spec.attention.kv_quant_mode =
+            KvQuantMode::from_cache_dtype(engine.kv_cache_dtype.name(facts.model_dtype));
         // One rank has every key.
         spec.attention.dcp_sharded = false;
         let spec = row.customize_spec(&CacheSpec::from(spec));
@@ -283,12 +350,4 @@ fn one_kv_cache_group(layers: &[AttentionLayer]) -> Result<KvCacheGroup, EngineE
         layer_names: layers.iter().map(|layer| layer.name.clone()).collect(),
         spec: UniformTypeKvCacheSpecs::new(members)?.into(),
     })
-}
-
-/// The cache's dtype as it is configured in the field: `auto` is the model's.
-fn kv_cache_dtype(engine: &EngineConfig) -> &'static str {
-    match engine.kv_cache_dtype {
-        CacheDtype::F32 => "auto",
-        CacheDtype::Bf16 => "bfloat16",
-    }
 }

@@ -184,6 +184,11 @@ impl KvCacheManager {
         request.num_published = request.num_published.min(first);
     }
 
+    /// Takes every name back: nothing that is in the cache now will be found.
+    pub fn forget_all(&mut self) {
+        self.pool.forget_all();
+    }
+
     /// Gives everything back.
     pub fn release(&mut self, request: &mut RequestBlocks) {
         self.pool.release(&request.ids);

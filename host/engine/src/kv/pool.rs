@@ -170,6 +170,14 @@ impl BlockPool {
         }
     }
 
+    /// Takes every block's name away.
+    pub fn forget_all(&mut self) {
+        for block in &mut self.blocks {
+            block.hash = None;
+        }
+        self.cached.clear();
+    }
+
     /// The free list, first to be handed out first. For tests and diagnosis.
     pub fn free_list(&self) -> Vec<BlockId> {
         let mut ids = Vec::with_capacity(self.num_free);

@@ -5,11 +5,10 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use timetable_attention::backend::BackendRegistry;
 use timetable_attention::graphs::Outcome;
-use timetable_device::cpu::CacheDtype;
 use timetable_engine::model::{LoadOptions, Model, Weights};
 use timetable_engine::tokenizer::Tokenizer;
 use timetable_engine::{
-    AttentionPlan, BuilderSource, CacheSize, Engine, EngineConfig, EngineHandle,
+    AttentionPlan, BuilderSource, CacheSize, Engine, EngineConfig, EngineHandle, KvCacheDtype,
 };
 use timetable_sandbox::{CodeCache, Component, Limits, Sandbox, StateDir};
 
@@ -194,8 +193,9 @@ fn config(arguments: &Generate, requested: Option<String>) -> Result<EngineConfi
         block_size: scheduling.block_size,
         enable_prefix_caching: !scheduling.no_enable_prefix_caching,
         kv_cache_dtype: match arguments.attention.kv_cache_dtype {
-            KvCacheDtypeArg::Auto | KvCacheDtypeArg::Float32 => CacheDtype::F32,
-            KvCacheDtypeArg::Bfloat16 => CacheDtype::Bf16,
+            KvCacheDtypeArg::Auto => KvCacheDtype::Auto,
+            KvCacheDtypeArg::Float32 => KvCacheDtype::Float32,
+            KvCacheDtypeArg::Bfloat16 => KvCacheDtype::Bfloat16,
         },
         cache_size: match scheduling.num_gpu_blocks_override {
             Some(blocks) => CacheSize::Blocks(blocks),

@@ -1,0 +1,400 @@
+//! The CPU executor: the model's forward pass on the host's processors, one layer of the CPU device for each of the model's,
+//! and sampling on the host.
+//!
+//! A step runs whole in `submit`; `collect` hands its tokens out. This module must never know a builder or a scheduler.
+
+use std::collections::VecDeque;
+
+use timetable_attention::VerifyContext;
+use timetable_device::cpu::{
+    AttentionConfig, AttentionImpl, CacheDtype, KvCache, StepMetadata, new_impl,
+};
+use timetable_types::{BuilderConfig, Dtype, KvCacheSpec, Metadata};
+
+use crate::{
+    config::{CacheSize, DeviceChoice, EngineConfig, EngineError, ModelDtype},
+    executor::{
+        CacheRequest, DeviceFacts, Executor, ExecutorSetup, GraphPlan, Step, StepFailure,
+        StepResults, Unprepared,
+    },
+    memory,
+    model::{AttentionError, AttentionLayers, ModelConfig},
+    runner::ModelRunner,
+    sampling::{Choice, Chooser},
+    timings::Lap,
+};
+
+/// Tokens of the profile run at most. Its scratch memory grows with its tokens, so a longer step's is computed from it.
+const MAX_PROFILE_TOKENS: usize = 128;
+
+/// One layer.
+struct Layer {
+    group: usize,
+    attention: Box<dyn AttentionImpl>,
+    cache: KvCache,
+}
+
+/// What `setup` leaves for `start`.
+struct Sizes {
+    cache: CacheRequest,
+    cache_dtype: CacheDtype,
+    /// The cache's spec of each group.
+    specs: Vec<KvCacheSpec>,
+    /// Kernel blocks of one of the manager's.
+    ratio: usize,
+    max_num_seqs: usize,
+    max_num_batched_tokens: usize,
+    max_model_len: usize,
+}
+
+/// Runs a [`ModelRunner`] on the host.
+pub struct CpuExecutor {
+    model: Box<dyn ModelRunner>,
+    sizes: Option<Sizes>,
+    layers: Vec<Layer>,
+    /// By group.
+    prepared: Vec<StepMetadata>,
+    token_ids: Vec<u32>,
+    /// The tokens of the step that was submitted last, for references.
+    last_tokens: Vec<u32>,
+    logits: Vec<f32>,
+    chooser: Chooser,
+    /// Steps that were not collected yet, and memory of those that were.
+    done: VecDeque<StepResults>,
+    spare: Vec<StepResults>,
+}
+
+impl CpuExecutor {
+    /// For a model that is loaded.
+    pub fn new(model: Box<dyn ModelRunner>) -> Self {
+        Self {
+            model,
+            sizes: None,
+            layers: Vec::new(),
+            prepared: Vec::new(),
+            token_ids: Vec::new(),
+            last_tokens: Vec::new(),
+            logits: Vec::new(),
+            chooser: Chooser::default(),
+            done: VecDeque::new(),
+            spare: Vec::new(),
+        }
+    }
+
+    /// Blocks that fit into `fraction` of memory beside everything that a step of the largest size needs.
+    fn profiled_blocks(&mut self, sizes: &Sizes, fraction: f64) -> Result<usize, EngineError> {
+        let tokens = sizes.max_num_batched_tokens.min(MAX_PROFILE_TOKENS);
+        let before = memory::resident_bytes();
+        let positions: Vec<i64> = (0..tokens)
+            .map(|i| (i % sizes.max_model_len) as i64)
+            .collect();
+        let logits_rows: Vec<usize> = (0..tokens.min(sizes.max_num_seqs)).collect();
+        let mut logits = Vec::new();
+        let mut layers = ProfileLayers {
+            layers: &self.layers,
+        };
+        self.model
+            .forward(
+                &vec![0; tokens],
+                &positions,
+                &mut layers,
+                &logits_rows,
+                &mut logits,
+            )
+            .map_err(EngineError::Profile)?;
+        let after = memory::resident_bytes();
+        let scratch =
+            after.saturating_sub(before) * sizes.max_num_batched_tokens as u64 / tokens as u64;
+        let used = before + scratch;
+        let total = memory::total_bytes();
+        let budget = (total as f64 * fraction) as u64;
+        let CacheRequest {
+            block_bytes, most, ..
+        } = sizes.cache;
+        let blocks = (budget.saturating_sub(used) / block_bytes).min(most as u64) as usize;
+        if blocks < 2 {
+            return Err(EngineError::NoMemory {
+                fraction,
+                total,
+                budget,
+                used,
+                tokens: sizes.max_num_batched_tokens,
+            });
+        }
+        tracing::info!(blocks, used, budget, "sized the KV cache");
+        Ok(blocks)
+    }
+
+    /// The forward pass and the tokens, into `results`.
+    fn run(&mut self, step: &Step<'_>, results: &mut StepResults) -> Result<(), StepFailure> {
+        let Step {
+            batch,
+            sampling,
+            observe,
+            ..
+        } = step;
+        self.token_ids.clear();
+        for &id in batch.token_ids() {
+            // A reference names a token of the step before, which this device has always chosen by now.
+            let token = u32::try_from(id).ok().or_else(|| {
+                let index = usize::try_from(-1 - i64::from(id)).ok()?;
+                self.last_tokens.get(index).copied()
+            });
+            self.token_ids
+                .push(token.ok_or_else(|| StepFailure::Device {
+                    message: format!(
+                        "token reference {id} names none of the {} tokens of the step before: this is a defect of the step loop",
+                        self.last_tokens.len()
+                    ),
+                    fatal: false,
+                })?);
+        }
+        let mut lap = Lap::start();
+        let inputs = batch.inputs();
+        let mut layers = StepLayers {
+            prepared: &self.prepared,
+            layers: &mut self.layers,
+            slot_mapping: inputs.slot_mapping,
+        };
+        let ran = self.model.forward(
+            &self.token_ids,
+            batch.positions(),
+            &mut layers,
+            batch.logits_rows(),
+            &mut self.logits,
+        );
+        results.timings.model_ns = lap.ns();
+        ran?;
+        let rows = self.logits.chunks_exact(self.model.config().vocab_size);
+        for (row, logits) in sampling.iter().zip(rows) {
+            let choice = Choice {
+                temperature: row.temperature,
+                top_k: row.top_k as usize,
+                top_p: row.top_p,
+            };
+            results.tokens.push(match row.forced {
+                Some(token) => Ok(token),
+                None => self.chooser.choose(logits, choice, row.uniform),
+            });
+        }
+        // A row without a token ends with an error; what is computed for it meanwhile is dropped.
+        let tokens = results.tokens.iter();
+        self.last_tokens.clear();
+        self.last_tokens
+            .extend(tokens.map(|token| token.as_ref().copied().unwrap_or(0)));
+        if *observe {
+            results.logits.extend_from_slice(&self.logits);
+        }
+        results.timings.sample_ns = lap.ns();
+        Ok(())
+    }
+}
+
+impl Executor for CpuExecutor {
+    fn model_config(&self) -> &ModelConfig {
+        self.model.config()
+    }
+
+    fn facts(&self, config: &EngineConfig) -> Result<DeviceFacts, EngineError> {
+        if config.device != DeviceChoice::Cpu {
+            return Err(EngineError::Setting {
+                name: "device",
+                value: config.device.to_string(),
+                remedy: "a model on the host's processors runs on cpu; make the engine with an executor of the other device",
+            });
+        }
+        if !matches!(config.model_dtype, ModelDtype::Auto | ModelDtype::Float32) {
+            return Err(EngineError::Setting {
+                name: "dtype",
+                value: format!("{:?}", config.model_dtype).to_lowercase(),
+                remedy: "the CPU computes in float32; leave it out, or choose a GPU",
+            });
+        }
+        Ok(DeviceFacts::cpu(config))
+    }
+
+    fn setup(&mut self, setup: &ExecutorSetup<'_>) -> Result<(), EngineError> {
+        let ExecutorSetup {
+            config,
+            plan,
+            groups,
+            shape,
+            cache,
+            ..
+        } = *setup;
+        let cache_dtype = match config.kv_cache_dtype.resolve(plan.facts().model_dtype) {
+            Dtype::Float32 => CacheDtype::F32,
+            Dtype::Bfloat16 => CacheDtype::Bf16,
+            _ => {
+                return Err(EngineError::Setting {
+                    name: "kv_cache_dtype",
+                    value: format!("{:?}", config.kv_cache_dtype).to_lowercase(),
+                    remedy: "the CPU keeps float32 and bfloat16; choose one of them, or a GPU",
+                });
+            }
+        };
+        let layer = |index| {
+            let group = plan
+                .group_of(index)
+                .expect("the plan puts every layer of the model into a group");
+            let config = &groups[group];
+            Ok(Layer {
+                group,
+                attention: new_impl(plan.family(), layer_config(config, cache_dtype))?,
+                cache: empty_cache(&config.kv_cache_spec, cache_dtype, 1),
+            })
+        };
+        self.layers = (0..self.model.config().num_hidden_layers)
+            .map(layer)
+            .collect::<Result<_, EngineError>>()?;
+        self.prepared.clear();
+        self.prepared
+            .resize_with(groups.len(), StepMetadata::default);
+        self.sizes = Some(Sizes {
+            cache,
+            cache_dtype,
+            specs: groups
+                .iter()
+                .map(|group| group.kv_cache_spec.clone())
+                .collect(),
+            ratio: shape.block_size / shape.kernel_block_size,
+            max_num_seqs: shape.max_num_seqs,
+            max_num_batched_tokens: shape.max_num_batched_tokens,
+            max_model_len: shape.max_model_len,
+        });
+        Ok(())
+    }
+
+    fn start(&mut self, _graphs: GraphPlan) -> Result<usize, EngineError> {
+        let sizes = self
+            .sizes
+            .take()
+            .expect("an executor is set up before it starts");
+        let blocks = match sizes.cache.size {
+            CacheSize::Blocks(blocks) => blocks,
+            CacheSize::MemoryFraction(fraction) => self.profiled_blocks(&sizes, fraction)?,
+        };
+        let bytes = sizes.cache.block_bytes.saturating_mul(blocks as u64);
+        let total = memory::total_bytes();
+        if bytes > total {
+            return Err(EngineError::CacheTooLarge {
+                blocks,
+                bytes,
+                total,
+            });
+        }
+        for layer in &mut self.layers {
+            let spec = &sizes.specs[layer.group];
+            layer.cache = empty_cache(spec, sizes.cache_dtype, blocks * sizes.ratio);
+        }
+        Ok(blocks)
+    }
+
+    fn prepare(
+        &mut self,
+        group: usize,
+        metadata: &Metadata,
+        context: &VerifyContext<'_>,
+    ) -> Result<(), Unprepared> {
+        let block_size = context.config.kv_cache_spec.block_size;
+        self.prepared[group].prepare(metadata, context.inputs, block_size)?;
+        Ok(())
+    }
+
+    fn submit(&mut self, step: Step<'_>) -> Result<(), StepFailure> {
+        let mut results = self.spare.pop().unwrap_or_default();
+        results.clear();
+        match self.run(&step, &mut results) {
+            Ok(()) => {
+                self.done.push_back(results);
+                Ok(())
+            }
+            Err(failure) => {
+                self.spare.push(results);
+                Err(failure)
+            }
+        }
+    }
+
+    fn collect(&mut self, results: &mut StepResults) -> Result<(), StepFailure> {
+        let Some(done) = self.done.pop_front() else {
+            return Err(StepFailure::Device {
+                message: "no step is in flight: this is a defect of the step loop".to_owned(),
+                fatal: false,
+            });
+        };
+        self.spare.push(std::mem::replace(results, done));
+        Ok(())
+    }
+}
+
+/// The layers as the model calls them, for the step that was prepared last.
+struct StepLayers<'a> {
+    prepared: &'a [StepMetadata],
+    layers: &'a mut [Layer],
+    slot_mapping: &'a [i64],
+}
+
+impl AttentionLayers for StepLayers<'_> {
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        let Layer {
+            group,
+            attention,
+            cache,
+        } = &mut self.layers[layer];
+        attention.do_kv_cache_update(k, v, cache, self.slot_mapping);
+        attention.forward(q, cache, Some(&self.prepared[*group]), out, None)?;
+        Ok(())
+    }
+}
+
+/// The layers without metadata: every output is zero, nothing is written.
+struct ProfileLayers<'a> {
+    layers: &'a [Layer],
+}
+
+impl AttentionLayers for ProfileLayers<'_> {
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        _k: &[f32],
+        _v: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        let layer = &self.layers[layer];
+        layer.attention.forward(q, &layer.cache, None, out, None)?;
+        Ok(())
+    }
+}
+
+fn empty_cache(spec: &KvCacheSpec, dtype: CacheDtype, num_blocks: usize) -> KvCache {
+    KvCache::new(
+        num_blocks,
+        spec.num_kv_heads as usize,
+        spec.block_size as usize,
+        spec.head_size as usize,
+        dtype,
+    )
+}
+
+fn layer_config(config: &BuilderConfig, kv_cache_dtype: CacheDtype) -> AttentionConfig {
+    let spec = &config.kv_cache_spec;
+    AttentionConfig {
+        num_heads: config.attention.num_heads as usize,
+        head_size: spec.head_size as usize,
+        scale: config.attention.scale as f32,
+        num_kv_heads: spec.num_kv_heads as usize,
+        sliding_window: spec.sliding_window,
+        logits_soft_cap: None,
+        kv_cache_dtype,
+        block_size: spec.block_size as usize,
+    }
+}
