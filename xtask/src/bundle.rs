@@ -63,7 +63,8 @@ pub fn run_task(arguments: &[String]) -> Result<()> {
         );
     }
     crate::wasm_target()?;
-    let kernels = kernels::with(options.targets.as_deref())?;
+    let kernels = std::path::absolute(kernels::with(options.targets.as_deref())?)
+        .context("the directory of the kernels has no absolute path")?;
     let build = Build::new(options.target_cpu.as_deref(), &kernels);
 
     heading("the binary");

@@ -1,7 +1,7 @@
 //! Embeds the kernels: leaves `images.rs` in `OUT_DIR`, which `src/images.rs` includes.
 //!
 //! They are taken from the first of
-//! 1. `TIMETABLE_KERNELS_DIR`, if it is set: a directory that `cargo xtask kernels` or `kernels/build.sh` filled;
+//! 1. `TIMETABLE_KERNELS_DIR` (absolute), if it is set: a directory that `cargo xtask kernels` filled;
 //! 2. `kernels` in the target directory, where `cargo xtask kernels` puts them. The target directory is the one that this
 //!    build writes to, so that `CARGO_TARGET_DIR`, `--target-dir` and a configured one are all found;
 //! 3. a compiler (`NVCC`, `CUDA_HOME`, `PATH`, or the one that `cargo xtask kernels` installed): built here, for

@@ -103,7 +103,7 @@ impl Kernels {
                 "rows are multiples of 16 bytes",
             ));
         }
-        let grid = line(tokens, threads(hidden, 16 / element.bytes() as u32));
+        let grid = line(tokens, threads(hidden, vector(element)));
         // SAFETY: the caller's; the arguments are the kernel's, in order.
         unsafe {
             launch(
@@ -152,7 +152,7 @@ impl Kernels {
             launch(
                 stream,
                 &self.layer(element).rms_norm,
-                line(rows, threads(hidden, 8)),
+                line(rows, threads(hidden, vector(element))),
                 arguments![
                     output.ptr,
                     input.ptr,
@@ -236,7 +236,7 @@ impl Kernels {
             launch(
                 stream,
                 &self.layer(element).rope,
-                line(tokens, threads(pairs, 4)),
+                line(tokens, threads(pairs, vector(element))),
                 arguments![
                     x.ptr,
                     positions,
@@ -273,7 +273,7 @@ impl Kernels {
             launch(
                 stream,
                 &self.layer(element).silu_mul,
-                line(rows, threads(size, 8)),
+                line(rows, threads(size, vector(element))),
                 arguments![
                     output.ptr,
                     input.ptr,
@@ -309,7 +309,7 @@ impl Kernels {
             launch(
                 stream,
                 &self.layer(element).gather_rows,
-                line(rows, threads(size, 16 / element.bytes() as u32)),
+                line(rows, threads(size, vector(element))),
                 arguments![
                     output.ptr,
                     input.ptr,
@@ -658,6 +658,14 @@ fn threads(size: u32, each: u32) -> u32 {
         .max(32)
 }
 
+/// Elements of a vector of 16 bytes, the most that a thread moves at once.
+fn vector(element: Element) -> u32 {
+    match element {
+        Element::Bf16 | Element::F16 => 8,
+        Element::F32 => 4,
+    }
+}
+
 /// Blocks of (x, y) threads: x over the `vectors` of a token, y over tokens.
 fn scatter_launch(tokens: u32, vectors: u64) -> Launch {
     let x = u32::try_from(vectors.min(u64::from(COPY_THREADS)))
@@ -738,6 +746,69 @@ mod tests {
         let copy = unsafe { *read[0].cast::<UnpackParams>() };
         assert_eq!(copy, params);
         assert_eq!(read.len(), 2);
+    }
+
+    /// What the launches above pass, in order: a kernel that declares something else would read it at other offsets.
+    #[test]
+    fn kernels_declare_the_arguments_that_are_passed() {
+        const LAYERS: &str = include_str!("../../../../kernels/src/layers.cu");
+        const MERGE: &str = include_str!("../../../../kernels/src/merge.cu");
+        const SAMPLING: &str = include_str!("../../../../kernels/src/sampling.cu");
+        let declarations = [
+            (
+                LAYERS,
+                "tt_embedding_##suffix(E *output, const E *table, const int32_t *ids, int64_t output_stride, int hidden, \
+                 int vocabulary)",
+            ),
+            (
+                LAYERS,
+                "tt_rms_norm_##suffix(E *output, const E *input, E *residual, const E *weight, int64_t output_stride, \
+                 int64_t input_stride, int64_t residual_stride, int hidden, float eps)",
+            ),
+            (
+                LAYERS,
+                "tt_head_norm_##suffix(E *x, const E *weight, int64_t stride, int num_heads, int head_size, float eps)",
+            ),
+            (
+                LAYERS,
+                "tt_rope_##suffix(E *x, const int64_t *positions, const float *cos_sin, int64_t stride, int num_heads, \
+                 int head_size, int rotary_size, int interleaved)",
+            ),
+            (
+                LAYERS,
+                "tt_silu_mul_##suffix(E *output, const E *input, int64_t output_stride, int64_t input_stride, int size)",
+            ),
+            (
+                LAYERS,
+                "tt_gather_rows_##suffix(E *output, const E *input, const int32_t *indices, int64_t output_stride, \
+                 int64_t input_stride, int size, int num_rows)",
+            ),
+            (
+                LAYERS,
+                "tt_argmax_##suffix(int32_t *output, const E *logits, int64_t stride, int vocabulary)",
+            ),
+            (
+                MERGE,
+                "tt_merge_states_##suffix(E *output, float *output_lse, const E *prefix, const float *prefix_lse, \
+                 const E *suffix_output, const float *suffix_lse, int64_t output_stride, int64_t prefix_stride, \
+                 int64_t suffix_stride, int head_size)",
+            ),
+            (
+                SAMPLING,
+                "tt_sample_f32(int32_t *tokens, const float *logits, int64_t stride, int vocabulary, \
+                 const TtSampleRow *rows)",
+            ),
+        ];
+        for (source, declaration) in declarations {
+            let source: Vec<&str> = source
+                .split_whitespace()
+                .filter(|word| *word != "\\")
+                .collect();
+            assert!(
+                source.join(" ").contains(declaration),
+                "no kernel is declared as {declaration}"
+            );
+        }
     }
 
     #[test]
