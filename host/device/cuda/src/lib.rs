@@ -4,7 +4,9 @@
 //!
 //! The driver is loaded at run time: a machine without one gets [`CudaError::NoDriver`], never a panic.
 
+pub mod attention;
 pub mod blas;
+pub mod cache;
 pub mod driver;
 pub mod error;
 pub mod images;
@@ -13,6 +15,7 @@ mod libraries;
 pub mod nvtx;
 pub mod ops;
 pub mod params;
+pub mod upload;
 
 pub use error::CudaError;
 pub use kernels::Kernels;

@@ -6,9 +6,7 @@
 //! operation that was lowered names rows and columns that exist.
 
 use timetable_attention::{ResolveError, Siblings, StepInputs};
-use timetable_types::{
-    ConvChunks, DcpSource, Input, PaddedTensor, RowRange, StateColumn, Tensor,
-};
+use timetable_types::{ConvChunks, DcpSource, Input, RowRange, StateColumn, Tensor};
 
 use super::buffers::StepPtrs;
 use super::pack::{Destination, PackError, Sink, fits, op};
@@ -163,34 +161,6 @@ pub(crate) fn lower_tensor(
         Tensor::ConvChunkRows(chunks) => lower.chunks(UnpackKind::ConvRows, chunks, sink),
         Tensor::ConvChunkOffsets(chunks) => lower.chunks(UnpackKind::ConvOffsets, chunks, sink),
     }
-}
-
-/// As [`lower_tensor`], for a tensor in a persistent buffer at `ptr` of `padded.rows` rows.
-///
-/// # Errors
-/// As [`lower_tensor`].
-pub(crate) fn lower_padded(
-    padded: &PaddedTensor,
-    siblings: Siblings<'_>,
-    ptr: DevicePtr,
-    what: &'static str,
-    context: &LowerContext<'_>,
-    sink: &mut impl Sink,
-) -> Result<(), LowerError> {
-    let width = match &padded.tensor {
-        Tensor::Input(input) => context.width(*input),
-        Tensor::Slice(slice) => context.width(slice.source),
-        Tensor::Rows(gather) => context.width(gather.source),
-        Tensor::Matrix(matrix) => matrix.columns as usize,
-        Tensor::StateIndices(gather) => gather.width as usize,
-        _ => 1,
-    };
-    let to = Destination {
-        ptr,
-        room: (padded.rows as usize).saturating_mul(width.max(1)),
-        fill: padded.fill,
-    };
-    lower_tensor(&padded.tensor, siblings, to, what, context, sink)
 }
 
 /// One tensor on its way to one destination.

@@ -9,13 +9,15 @@ mod lower;
 #[cfg(test)]
 mod lower_tests;
 mod pack;
+mod ring;
 mod table;
 #[cfg(test)]
 pub(crate) mod testing;
 
 pub use buffers::{StepBuffers, StepLimits, StepPtrs};
 pub use lower::{LowerContext, LowerError};
-pub(crate) use lower::{lower_padded, lower_tensor};
+pub(crate) use lower::lower_tensor;
 pub use pack::{Destination, PackError, Packed, Packer, Phase, Stage};
 pub(crate) use pack::Sink;
+pub use ring::{StepMarks, UnpackStep, UploadRing, UploadSize};
 pub use table::TableMirror;
