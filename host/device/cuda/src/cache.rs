@@ -128,7 +128,12 @@ impl CacheShape {
 
     /// Bytes of one block in all layers.
     pub fn block_bytes(&self) -> usize {
-        self.num_layers * self.num_kv_heads * self.block_size * 2 * self.head_size * self.dtype.size()
+        self.num_layers
+            * self.num_kv_heads
+            * self.block_size
+            * 2
+            * self.head_size
+            * self.dtype.size()
     }
 
     /// Bytes of everything. `None` if they do not fit.
@@ -170,7 +175,11 @@ impl CacheShape {
         }
         match self.strides() {
             Some(strides) if self.bytes().is_some() => Ok(strides),
-            _ => refuse("the KV cache's number of blocks", self.num_blocks, "use fewer"),
+            _ => refuse(
+                "the KV cache's number of blocks",
+                self.num_blocks,
+                "use fewer",
+            ),
         }
     }
 }
@@ -228,14 +237,22 @@ impl KvCaches {
     /// [`CudaError::OutOfMemory`], or what the driver says.
     pub fn new(device: &Device, shape: CacheShape, scales: Option<&[KvScales]>) -> Result<Self> {
         let strides = shape.check()?;
-        let packed = scales.map(|scales| pack_scales(&shape, scales)).transpose()?;
+        let packed = scales
+            .map(|scales| pack_scales(&shape, scales))
+            .transpose()?;
         let bytes = shape.block_bytes() * shape.num_blocks;
-        let memory = DeviceBuffer::alloc_zeroed(device, bytes, "the KV cache").map_err(|error| {
-            error.with_remedy("lower --gpu-memory-utilization, or the number of KV cache blocks")
-        })?;
+        let memory =
+            DeviceBuffer::alloc_zeroed(device, bytes, "the KV cache").map_err(|error| {
+                error
+                    .with_remedy("lower --gpu-memory-utilization, or the number of KV cache blocks")
+            })?;
         let (scales, scales_per_layer) = match packed {
             Some((values, per_layer)) => (
-                Some(DeviceBuffer::from_host(device, &values, "the KV cache's scales")?),
+                Some(DeviceBuffer::from_host(
+                    device,
+                    &values,
+                    "the KV cache's scales",
+                )?),
                 per_layer,
             ),
             None => (None, 0),
@@ -310,7 +327,10 @@ fn pack_scales(shape: &CacheShape, scales: &[KvScales]) -> Result<(Vec<f32>, usi
         })
     };
     if shape.dtype != CacheDtype::Fp8E4m3 {
-        return refuse(format!("given for {:?}", shape.dtype), "only fp8 caches have scales");
+        return refuse(
+            format!("given for {:?}", shape.dtype),
+            "only fp8 caches have scales",
+        );
     }
     let per_layer = scales.first().map_or(0, |first| first.key.len());
     if scales.len() != shape.num_layers || (per_layer != 1 && per_layer != shape.num_kv_heads) {
@@ -322,8 +342,15 @@ fn pack_scales(shape: &CacheShape, scales: &[KvScales]) -> Result<(Vec<f32>, usi
     let mut values = Vec::with_capacity(scales.len() * 2 * per_layer);
     for layer in scales {
         for part in [&layer.key, &layer.value] {
-            if part.len() != per_layer || part.iter().any(|scale| !(scale.is_finite() && *scale > 0.0)) {
-                return refuse(format!("{part:?}"), "equally many in all layers, finite and positive");
+            if part.len() != per_layer
+                || part
+                    .iter()
+                    .any(|scale| !(scale.is_finite() && *scale > 0.0))
+            {
+                return refuse(
+                    format!("{part:?}"),
+                    "equally many in all layers, finite and positive",
+                );
             }
             values.extend_from_slice(part);
         }
@@ -381,19 +408,49 @@ mod tests {
         }
         // The two that have names of their own.
         let nhd = shape(KvCacheLayout::Lbnhc).strides().unwrap();
-        assert_eq!((nhd.block, nhd.token, nhd.head), (16 * 2 * 128, 2 * 128, 128));
+        assert_eq!(
+            (nhd.block, nhd.token, nhd.head),
+            (16 * 2 * 128, 2 * 128, 128)
+        );
         let hnd = shape(KvCacheLayout::Lbhnc).strides().unwrap();
-        assert_eq!((hnd.block, hnd.head, hnd.token), (16 * 2 * 128, 16 * 128, 128));
+        assert_eq!(
+            (hnd.block, hnd.head, hnd.token),
+            (16 * 2 * 128, 16 * 128, 128)
+        );
     }
 
     #[test]
     fn sizes_that_the_kernels_do_not_take_are_refused_by_name() {
         let good = shape(KvCacheLayout::Lbhnc);
         let cases = [
-            (CacheShape { block_size: 24, ..good }, "block size is 24"),
-            (CacheShape { head_size: 60, ..good }, "head size is 60"),
-            (CacheShape { num_kv_heads: 0, ..good }, "number of heads is 0"),
-            (CacheShape { num_blocks: 1 << 40, ..good }, "number of blocks"),
+            (
+                CacheShape {
+                    block_size: 24,
+                    ..good
+                },
+                "block size is 24",
+            ),
+            (
+                CacheShape {
+                    head_size: 60,
+                    ..good
+                },
+                "head size is 60",
+            ),
+            (
+                CacheShape {
+                    num_kv_heads: 0,
+                    ..good
+                },
+                "number of heads is 0",
+            ),
+            (
+                CacheShape {
+                    num_blocks: 1 << 40,
+                    ..good
+                },
+                "number of blocks",
+            ),
         ];
         for (shape, text) in cases {
             let message = shape.check().unwrap_err().to_string();
@@ -417,18 +474,39 @@ mod tests {
         assert!(pack_scales(&fp8, &[layer(2)]).is_err());
         assert!(pack_scales(&fp8, &[layer(1), layer(2)]).is_err());
         assert!(pack_scales(&fp8, &[layer(3), layer(3)]).is_err());
-        assert!(pack_scales(&shape(KvCacheLayout::Lbhnc), &[layer(1); 3].to_vec()).is_err());
+        assert!(
+            pack_scales(
+                &shape(KvCacheLayout::Lbhnc),
+                &[layer(1), layer(1), layer(1)]
+            )
+            .is_err()
+        );
         let zero = KvScales {
             key: vec![0.0],
             value: vec![1.0],
         };
-        assert!(pack_scales(&CacheShape { num_layers: 1, ..fp8 }, &[zero]).is_err());
+        assert!(
+            pack_scales(
+                &CacheShape {
+                    num_layers: 1,
+                    ..fp8
+                },
+                &[zero]
+            )
+            .is_err()
+        );
     }
 
     #[test]
     fn pairs_without_a_kernel_are_none() {
-        assert_eq!(CacheDtype::Bf16.beside(Element::Bf16), Some(CacheElement::Same));
-        assert_eq!(CacheDtype::Fp8E4m3.beside(Element::F16), Some(CacheElement::Fp8));
+        assert_eq!(
+            CacheDtype::Bf16.beside(Element::Bf16),
+            Some(CacheElement::Same)
+        );
+        assert_eq!(
+            CacheDtype::Fp8E4m3.beside(Element::F16),
+            Some(CacheElement::Fp8)
+        );
         assert_eq!(CacheDtype::Fp8E4m3.beside(Element::F32), None);
         assert_eq!(CacheDtype::Bf16.beside(Element::F16), None);
     }

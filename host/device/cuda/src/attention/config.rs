@@ -99,7 +99,10 @@ impl GroupConfig {
                 "choose FLASH_ATTN or FLASHINFER (--attention-backend)",
             );
         }
-        if self.num_kv_heads == 0 || !self.num_heads.is_multiple_of(self.num_kv_heads) || self.num_heads == 0 {
+        if self.num_kv_heads == 0
+            || !self.num_heads.is_multiple_of(self.num_kv_heads)
+            || self.num_heads == 0
+        {
             return refuse(
                 "num_heads",
                 format!("{} with {} KV heads", self.num_heads, self.num_kv_heads),
@@ -115,10 +118,18 @@ impl GroupConfig {
             );
         }
         if self.head_size == 0 || self.head_size > 256 || !self.head_size.is_multiple_of(16) {
-            return refuse("head_size", self.head_size.to_string(), "a multiple of 16, at most 256");
+            return refuse(
+                "head_size",
+                self.head_size.to_string(),
+                "a multiple of 16, at most 256",
+            );
         }
         if self.block_size == 0 || !self.block_size.is_multiple_of(16) {
-            return refuse("block_size", self.block_size.to_string(), "a multiple of 16 tokens");
+            return refuse(
+                "block_size",
+                self.block_size.to_string(),
+                "a multiple of 16 tokens",
+            );
         }
         if self.cache.beside(self.element).is_none() {
             return refuse(
@@ -130,7 +141,11 @@ impl GroupConfig {
         if !self.scale.is_finite() {
             return refuse("scale", self.scale.to_string(), "it must be finite");
         }
-        if self.sliding_window == Some(0) || self.sliding_window.is_some_and(|window| window > i32::MAX as u32) {
+        if self.sliding_window == Some(0)
+            || self
+                .sliding_window
+                .is_some_and(|window| window > i32::MAX as u32)
+        {
             return refuse(
                 "sliding_window",
                 format!("{:?}", self.sliding_window),
@@ -143,13 +158,23 @@ impl GroupConfig {
         if let Some(cap) = self.logits_soft_cap
             && !(cap.is_finite() && cap > 0.0)
         {
-            return refuse("logits_soft_cap", cap.to_string(), "it must be finite and positive");
+            return refuse(
+                "logits_soft_cap",
+                cap.to_string(),
+                "it must be finite and positive",
+            );
         }
-        let entries = self.limits.max_num_reqs.saturating_mul(self.limits.table_width);
+        let entries = self
+            .limits
+            .max_num_reqs
+            .saturating_mul(self.limits.table_width);
         if self.limits.max_num_tokens > i32::MAX as usize / 256 || entries > i32::MAX as usize {
             return refuse(
                 "max_num_batched_tokens, max_num_seqs",
-                format!("{} tokens, {entries} entries of the block table", self.limits.max_num_tokens),
+                format!(
+                    "{} tokens, {entries} entries of the block table",
+                    self.limits.max_num_tokens
+                ),
                 "kernels count in 31 bits",
             );
         }
@@ -190,7 +215,9 @@ impl GroupConfig {
 
     pub(crate) fn cache_element(&self) -> CacheElement {
         // `check` refused pairs without a kernel.
-        self.cache.beside(self.element).unwrap_or(CacheElement::Same)
+        self.cache
+            .beside(self.element)
+            .unwrap_or(CacheElement::Same)
     }
 
     /// Is `cache` one of this group's layers'?
@@ -199,10 +226,26 @@ impl GroupConfig {
     /// [`CudaError::Invalid`] with what differs.
     pub fn check_cache(&self, cache: &KvCache) -> Result<()> {
         let pairs = [
-            ("the cache's num_kv_heads", cache.num_kv_heads, self.num_kv_heads as usize),
-            ("the cache's head_size", cache.head_size, self.head_size as usize),
-            ("the cache's block_size", cache.block_size, self.block_size as usize),
-            ("bytes of the cache's dtype", cache.dtype.size(), self.cache.size()),
+            (
+                "the cache's num_kv_heads",
+                cache.num_kv_heads,
+                self.num_kv_heads as usize,
+            ),
+            (
+                "the cache's head_size",
+                cache.head_size,
+                self.head_size as usize,
+            ),
+            (
+                "the cache's block_size",
+                cache.block_size,
+                self.block_size as usize,
+            ),
+            (
+                "bytes of the cache's dtype",
+                cache.dtype.size(),
+                self.cache.size(),
+            ),
         ];
         for (what, found, expected) in pairs {
             if found != expected {

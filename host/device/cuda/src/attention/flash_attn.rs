@@ -9,7 +9,9 @@ use timetable_types::{
 
 use super::config::GroupConfig;
 use super::launch::{DECODE_ROWS, Launch, ListLaunch, items};
-use super::state::{ListNeed, PrepareError, Prepared, Replay, Step, WorkCounts, inconsistent, of_field};
+use super::state::{
+    ListNeed, PrepareError, Prepared, Replay, Step, WorkCounts, inconsistent, of_field,
+};
 use super::tensors;
 use crate::kernels::AttentionKind;
 use crate::upload::{Destination, LowerContext, Sink, lower_tensor};
@@ -17,8 +19,18 @@ use crate::upload::{Destination, LowerContext, Sink, lower_tensor};
 pub(super) fn prepare(step: &mut Step<'_>, metadata: &Metadata) -> Result<Prepared, PrepareError> {
     refuse_unsupported(metadata)?;
     let inputs = step.context.inputs;
-    tensors::vector("query_start_loc", &metadata.query_start_loc, inputs, &mut step.scratch.starts)?;
-    tensors::vector("seq_lens", &metadata.seq_lens, inputs, &mut step.scratch.lens)?;
+    tensors::vector(
+        "query_start_loc",
+        &metadata.query_start_loc,
+        inputs,
+        &mut step.scratch.starts,
+    )?;
+    tensors::vector(
+        "seq_lens",
+        &metadata.seq_lens,
+        inputs,
+        &mut step.scratch.lens,
+    )?;
     let num_reqs = step.scratch.starts.len().saturating_sub(1);
     let num_tokens = metadata.num_actual_tokens as usize;
     step.check_sizes(num_reqs, num_tokens)?;
@@ -29,7 +41,11 @@ pub(super) fn prepare(step: &mut Step<'_>, metadata: &Metadata) -> Result<Prepar
     let config = step.config;
     let starts = &step.scratch.starts;
     let group = u64::from(config.heads_per_kv_head());
-    let longest = starts.windows(2).map(|pair| (pair[1] - pair[0]) as u64).max().unwrap_or(0);
+    let longest = starts
+        .windows(2)
+        .map(|pair| (pair[1] - pair[0]) as u64)
+        .max()
+        .unwrap_or(0);
     let kind = config.prefill_kind(longest * group);
     let rows = Rows {
         starts,
@@ -70,16 +86,25 @@ pub(super) fn prepare(step: &mut Step<'_>, metadata: &Metadata) -> Result<Prepar
 fn refuse_unsupported(metadata: &Metadata) -> Result<(), PrepareError> {
     let unsupported = |what, remedy| Err(PrepareError::Unsupported { what, remedy });
     if metadata.dcp_context_kv_lens.is_some() || metadata.max_dcp_context_kv_len > 0 {
-        return unsupported("dcp_context_kv_lens", "run without decode context parallelism");
+        return unsupported(
+            "dcp_context_kv_lens",
+            "run without decode context parallelism",
+        );
     }
     if metadata.mm_prefix_query_range.is_some() {
-        return unsupported("mm_prefix_query_range", "run this model without multimodal prefixes");
+        return unsupported(
+            "mm_prefix_query_range",
+            "run this model without multimodal prefixes",
+        );
     }
     if metadata.rswa_prefix_lens.is_some() {
         return unsupported("rswa_prefix_lens", "run this model without R-SWA");
     }
     if metadata.block_table != Tensor::Input(Input::BlockTable) {
-        return Err(inconsistent("block_table", "it must be the step's own block table".into()));
+        return Err(inconsistent(
+            "block_table",
+            "it must be the step's own block table".into(),
+        ));
     }
     Ok(())
 }
@@ -89,16 +114,29 @@ fn check_rows(step: &Step<'_>, metadata: &Metadata, num_reqs: usize) -> Result<(
     let (starts, lens) = (&step.scratch.starts, &step.scratch.lens);
     let num_tokens = i64::from(metadata.num_actual_tokens);
     if starts.is_empty() || starts[0] != 0 {
-        return Err(inconsistent("query_start_loc", format!("{:?} first; it begins at 0", starts.first())));
+        return Err(inconsistent(
+            "query_start_loc",
+            format!("{:?} first; it begins at 0", starts.first()),
+        ));
     }
     if lens.len() < num_reqs || lens.len() > step.config.limits.max_num_reqs {
-        return Err(inconsistent("seq_lens", format!("{} entries for {num_reqs} rows", lens.len())));
+        return Err(inconsistent(
+            "seq_lens",
+            format!("{} entries for {num_reqs} rows", lens.len()),
+        ));
     }
     let splits = &metadata.schedule.num_splits;
     if !splits.is_empty() && splits.len() != num_reqs {
-        return Err(inconsistent("num_splits", format!("{} entries for {num_reqs} rows", splits.len())));
+        return Err(inconsistent(
+            "num_splits",
+            format!("{} entries for {num_reqs} rows", splits.len()),
+        ));
     }
-    let width = step.config.limits.table_width.min(step.context.inputs.block_table.width) as u64;
+    let width = step
+        .config
+        .limits
+        .table_width
+        .min(step.context.inputs.block_table.width) as u64;
     for row in 0..num_reqs {
         let (start, end) = (i64::from(starts[row]), i64::from(starts[row + 1]));
         if end < start || end > num_tokens {
@@ -111,7 +149,11 @@ fn check_rows(step: &Step<'_>, metadata: &Metadata, num_reqs: usize) -> Result<(
         if end - start > i64::from(metadata.max_query_len) {
             return Err(inconsistent(
                 "max_query_len",
-                format!("{}, but row {row} has {} query tokens", metadata.max_query_len, end - start),
+                format!(
+                    "{}, but row {row} has {} query tokens",
+                    metadata.max_query_len,
+                    end - start
+                ),
             ));
         }
         let len = u32::try_from(lens[row])
@@ -126,22 +168,41 @@ fn check_rows(step: &Step<'_>, metadata: &Metadata, num_reqs: usize) -> Result<(
         if let Some(&splits) = splits.get(row)
             && splits < 1
         {
-            return Err(inconsistent("num_splits", format!("{splits} in row {row}; at least 1")));
+            return Err(inconsistent(
+                "num_splits",
+                format!("{splits} in row {row}; at least 1"),
+            ));
         }
     }
-    if metadata.causal == Causal::PerRequest && step.context.inputs.causal.is_none_or(|flags| flags.len() < num_reqs) {
-        return Err(inconsistent("causal", format!("per request, but not for all of {num_reqs} rows")));
+    if metadata.causal == Causal::PerRequest
+        && step
+            .context
+            .inputs
+            .causal
+            .is_none_or(|flags| flags.len() < num_reqs)
+    {
+        return Err(inconsistent(
+            "causal",
+            format!("per request, but not for all of {num_reqs} rows"),
+        ));
     }
     Ok(())
 }
 
 /// A row that the order leaves out would never be run.
-fn check_order(step: &mut Step<'_>, order: &TileOrder, num_reqs: usize) -> Result<(), PrepareError> {
+fn check_order(
+    step: &mut Step<'_>,
+    order: &TileOrder,
+    num_reqs: usize,
+) -> Result<(), PrepareError> {
     let TileOrder::Rows(order) = order else {
         return Ok(());
     };
     if order.len() != num_reqs {
-        return Err(inconsistent("tile_order", format!("{} entries for {num_reqs} rows", order.len())));
+        return Err(inconsistent(
+            "tile_order",
+            format!("{} entries for {num_reqs} rows", order.len()),
+        ));
     }
     step.scratch.clear_bits(num_reqs);
     for &row in order {
@@ -160,7 +221,12 @@ fn check_order(step: &mut Step<'_>, order: &TileOrder, num_reqs: usize) -> Resul
 }
 
 /// Everything that the plan kernel reads, always: a graph then replays any schedule within its promise.
-fn stage(step: &mut Step<'_>, metadata: &Metadata, num_reqs: usize, num_tokens: usize) -> Result<(), PrepareError> {
+fn stage(
+    step: &mut Step<'_>,
+    metadata: &Metadata,
+    num_reqs: usize,
+    num_tokens: usize,
+) -> Result<(), PrepareError> {
     let to = *step.workspace.ptrs();
     let context = LowerContext {
         ptrs: step.ptrs,
@@ -171,16 +237,29 @@ fn stage(step: &mut Step<'_>, metadata: &Metadata, num_reqs: usize, num_tokens: 
     let room = |ptr, room, fill| Destination { ptr, room, fill };
     let last = step.scratch.starts[num_reqs];
     let vectors = [
-        ("query_start_loc", &metadata.query_start_loc, room(to.query_start_loc, num_reqs + 1, last)),
-        ("seq_lens", &metadata.seq_lens, room(to.seq_lens, num_reqs.max(step.scratch.lens.len()), 0)),
+        (
+            "query_start_loc",
+            &metadata.query_start_loc,
+            room(to.query_start_loc, num_reqs + 1, last),
+        ),
+        (
+            "seq_lens",
+            &metadata.seq_lens,
+            room(to.seq_lens, num_reqs.max(step.scratch.lens.len()), 0),
+        ),
     ];
     for (field, tensor, to) in vectors {
-        lower_tensor(tensor, Siblings::NONE, to, field, &context, step.stage).map_err(of_field(field))?;
+        lower_tensor(tensor, Siblings::NONE, to, field, &context, step.stage)
+            .map_err(of_field(field))?;
     }
     if step.config.is_plain() {
         return stage_causal(step, &metadata.causal, &context, num_reqs);
     }
-    step.stage.values("num_splits", room(to.num_splits, num_reqs, 1), &metadata.schedule.num_splits)?;
+    step.stage.values(
+        "num_splits",
+        room(to.num_splits, num_reqs, 1),
+        &metadata.schedule.num_splits,
+    )?;
     let order = room(to.row_order, num_reqs, 0);
     match &metadata.schedule.tile_order {
         TileOrder::Rows(rows) => step.stage.values("tile_order", order, rows)?,
@@ -215,7 +294,8 @@ fn stage_causal(
                 start: 0,
                 end: flags.len().min(num_reqs) as u32,
             });
-            lower_tensor(&tensor, Siblings::NONE, to, "causal", context, step.stage).map_err(of_field("causal"))
+            lower_tensor(&tensor, Siblings::NONE, to, "causal", context, step.stage)
+                .map_err(of_field("causal"))
         }
     }
 }
@@ -237,9 +317,13 @@ impl Rows<'_> {
         let mut needs = [ListNeed::default(); 2];
         let num_reqs = self.starts.len() - 1;
         match &self.schedule.tile_order {
-            TileOrder::Natural => (0..num_reqs).for_each(|row| self.count_row(row, tile, &mut needs)),
+            TileOrder::Natural => {
+                (0..num_reqs).for_each(|row| self.count_row(row, tile, &mut needs));
+            }
             TileOrder::Rows(order) => {
-                order.iter().for_each(|&row| self.count_row(row as usize, tile, &mut needs));
+                order
+                    .iter()
+                    .for_each(|&row| self.count_row(row as usize, tile, &mut needs));
             }
         }
         needs
@@ -256,7 +340,11 @@ impl Rows<'_> {
             (&mut needs[1], tile)
         };
         let pages = (self.lens[row] as u32).div_ceil(self.block_size);
-        let splits = self.schedule.num_splits.get(row).map_or(1, |&splits| splits as u32);
+        let splits = self
+            .schedule
+            .num_splits
+            .get(row)
+            .map_or(1, |&splits| splits as u32);
         let splits = splits.min(pages).max(1);
         need.items += packed.div_ceil(tile) * u64::from(splits);
         need.splits = need.splits.max(splits);
@@ -307,16 +395,21 @@ fn replay(step: &Step<'_>, captured: &Launch, launch: &Launch, rows: &Rows<'_>) 
     if launch.max_num_splits > captured.max_num_splits {
         return Replay::Eager("more splits than the graph's promise");
     }
-    let tile = captured.lists[1].map_or(u64::from(step.config.tile_rows(AttentionKind::Prefill)), |list| {
-        u64::from(list.tile_rows)
-    });
+    let tile = captured.lists[1].map_or(
+        u64::from(step.config.tile_rows(AttentionKind::Prefill)),
+        |list| u64::from(list.tile_rows),
+    );
     let needs = rows.count(tile);
     for (index, need) in needs.iter().enumerate() {
         match &captured.lists[index] {
-            None if need.items > 0 => return Replay::Eager("queries of a length that the graph was not captured for"),
+            None if need.items > 0 => {
+                return Replay::Eager("queries of a length that the graph was not captured for");
+            }
             None => {}
             Some(list) => {
-                if need.items > u64::from(list.max_work_items) || need.rows > u64::from(list.partial_rows) {
+                if need.items > u64::from(list.max_work_items)
+                    || need.rows > u64::from(list.partial_rows)
+                {
                     return Replay::Eager("more work items than the graph's promise");
                 }
                 let need = ListNeed {
@@ -324,7 +417,9 @@ fn replay(step: &Step<'_>, captured: &Launch, launch: &Launch, rows: &Rows<'_>) 
                     ..*need
                 };
                 if step.check_room(index, &need).is_err() {
-                    return Replay::Eager("more partial results than the workspace holds in a graph");
+                    return Replay::Eager(
+                        "more partial results than the workspace holds in a graph",
+                    );
                 }
             }
         }

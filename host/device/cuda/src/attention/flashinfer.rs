@@ -12,7 +12,9 @@ use timetable_types::{
 };
 
 use super::launch::{Launch, ListLaunch, items};
-use super::state::{ListNeed, PrepareError, Prepared, Replay, Step, WorkCounts, inconsistent, of_field};
+use super::state::{
+    ListNeed, PrepareError, Prepared, Replay, Step, WorkCounts, inconsistent, of_field,
+};
 use super::tensors;
 use crate::kernels::AttentionKind;
 use crate::params::WorkListSizes;
@@ -65,7 +67,13 @@ pub(super) fn prepare(step: &mut Step<'_>, metadata: &Metadata) -> Result<Prepar
     let num_reqs = step.context.inputs.query_start_loc.len().saturating_sub(1);
     let num_tokens = metadata.num_actual_tokens as usize;
     step.check_sizes(num_reqs, num_tokens)?;
-    let covered = step.context.inputs.query_start_loc.last().copied().unwrap_or(0);
+    let covered = step
+        .context
+        .inputs
+        .query_start_loc
+        .last()
+        .copied()
+        .unwrap_or(0);
     let tail = (covered.clamp(0, num_tokens as i32), num_tokens as i32);
 
     let (mut needs, mut row, mut page) = ([PartNeed::default(); 2], 0, 0);
@@ -78,7 +86,11 @@ pub(super) fn prepare(step: &mut Step<'_>, metadata: &Metadata) -> Result<Prepar
         let part = Part {
             plan,
             list,
-            first_token: if list == 0 { 0 } else { metadata.num_decode_tokens as usize },
+            first_token: if list == 0 {
+                0
+            } else {
+                metadata.num_decode_tokens as usize
+            },
             rows: RowRange {
                 start: row,
                 end: row + rows,
@@ -142,7 +154,12 @@ impl Part<'_> {
     }
 
     /// Fields against the group, the step and each other. Leaves the part's query starts and key lengths in scratch.
-    fn check(&self, step: &mut Step<'_>, num_reqs: usize, num_tokens: usize) -> Result<(), PrepareError> {
+    fn check(
+        &self,
+        step: &mut Step<'_>,
+        num_reqs: usize,
+        num_tokens: usize,
+    ) -> Result<(), PrepareError> {
         let plan = self.plan;
         let block_size = step.config.block_size;
         if plan.dcp_world_size > 1 || plan.function == PlanFunction::BatchDcpPrefillPlan {
@@ -154,24 +171,44 @@ impl Part<'_> {
         if plan.page_size != block_size {
             return Err(inconsistent(
                 "page_size",
-                format!("{}, but the kernel block size is {block_size}", plan.page_size),
+                format!(
+                    "{}, but the kernel block size is {block_size}",
+                    plan.page_size
+                ),
             ));
         }
         let work = &plan.work;
-        if work.cta_tile_q == 0 || work.kv_chunk_size == 0 || !work.kv_chunk_size.is_multiple_of(block_size) {
+        if work.cta_tile_q == 0
+            || work.kv_chunk_size == 0
+            || !work.kv_chunk_size.is_multiple_of(block_size)
+        {
             return Err(inconsistent(
                 "cta_tile_q, kv_chunk_size",
-                format!("{}, {}; at least 1, and whole pages", work.cta_tile_q, work.kv_chunk_size),
+                format!(
+                    "{}, {}; at least 1, and whole pages",
+                    work.cta_tile_q, work.kv_chunk_size
+                ),
             ));
         }
         if work.kv_chunk_size > i32::MAX as u32 {
-            return Err(inconsistent("kv_chunk_size", format!("{}; below 2^31", work.kv_chunk_size)));
+            return Err(inconsistent(
+                "kv_chunk_size",
+                format!("{}; below 2^31", work.kv_chunk_size),
+            ));
         }
         self.check_hyperparameters(step)?;
-        tensors::vector("qo_indptr", &plan.qo_indptr, step.context.inputs, &mut step.scratch.starts)?;
+        tensors::vector(
+            "qo_indptr",
+            &plan.qo_indptr,
+            step.context.inputs,
+            &mut step.scratch.starts,
+        )?;
         let n = self.num_rows();
         let starts = &step.scratch.starts;
-        if plan.paged_kv_indptr.is_empty() || starts.len() != n + 1 || plan.paged_kv_last_page_len.len() != n {
+        if plan.paged_kv_indptr.is_empty()
+            || starts.len() != n + 1
+            || plan.paged_kv_last_page_len.len() != n
+        {
             return Err(inconsistent(
                 "paged_kv_indptr",
                 format!(
@@ -182,13 +219,22 @@ impl Part<'_> {
             ));
         }
         if self.rows.end as usize > num_reqs {
-            return Err(inconsistent("paged_kv_indptr", format!("rows up to {} of {num_reqs}", self.rows.end)));
+            return Err(inconsistent(
+                "paged_kv_indptr",
+                format!("rows up to {} of {num_reqs}", self.rows.end),
+            ));
         }
         let room = num_tokens.saturating_sub(self.first_token);
-        if starts[0] != 0 || starts[n] as u32 as usize > room || starts.windows(2).any(|pair| pair[1] < pair[0]) {
+        if starts[0] != 0
+            || starts[n] as u32 as usize > room
+            || starts.windows(2).any(|pair| pair[1] < pair[0])
+        {
             return Err(inconsistent(
                 "qo_indptr",
-                format!("from {} to {}; it rises from 0 to at most the part's {room} tokens", starts[0], starts[n]),
+                format!(
+                    "from {} to {}; it rises from 0 to at most the part's {room} tokens",
+                    starts[0], starts[n]
+                ),
             ));
         }
         let selected = match &plan.paged_kv_indices {
@@ -221,19 +267,28 @@ impl Part<'_> {
         for (row, pair) in plan.paged_kv_indptr.windows(2).enumerate() {
             let pages = u32::try_from(i64::from(pair[1]) - i64::from(pair[0]))
                 .map_err(|_| inconsistent("paged_kv_indptr", format!("falls after row {row}")))?;
-            let last = u32::try_from(plan.paged_kv_last_page_len[row]).ok().filter(|&last| last <= page_size);
+            let last = u32::try_from(plan.paged_kv_last_page_len[row])
+                .ok()
+                .filter(|&last| last <= page_size);
             let Some(last) = last else {
                 return Err(inconsistent(
                     "paged_kv_last_page_len",
-                    format!("{} in row {row}, pages have {page_size}", plan.paged_kv_last_page_len[row]),
+                    format!(
+                        "{} in row {row}, pages have {page_size}",
+                        plan.paged_kv_last_page_len[row]
+                    ),
                 ));
             };
             let len = match pages {
                 0 => 0,
                 pages => u64::from(pages - 1) * u64::from(page_size) + u64::from(last),
             };
-            let len = i32::try_from(len)
-                .map_err(|_| inconsistent("paged_kv_indptr", format!("{len} keys in row {row}; below 2^31")))?;
+            let len = i32::try_from(len).map_err(|_| {
+                inconsistent(
+                    "paged_kv_indptr",
+                    format!("{len} keys in row {row}; below 2^31"),
+                )
+            })?;
             lens.push(len);
         }
         Ok(())
@@ -255,16 +310,23 @@ impl Part<'_> {
                 });
             }
         }
-        let window_left = config.sliding_window.map_or(-1.0, |window| f64::from(window) - 1.0);
+        let window_left = config
+            .sliding_window
+            .map_or(-1.0, |window| f64::from(window) - 1.0);
         let cap = config.logits_soft_cap.map_or(0.0, f64::from);
         let close = [
-            ("window_left", f64::from(plan.window_left.max(-1)), window_left),
+            (
+                "window_left",
+                f64::from(plan.window_left.max(-1)),
+                window_left,
+            ),
             ("logits_soft_cap", plan.logits_soft_cap.unwrap_or(0.0), cap),
             ("sm_scale", plan.sm_scale, f64::from(config.scale)),
         ];
         for (what, plan, layer) in close {
             // The plan has f64, the layers f32: one rounding apart is the same value. No comparison holds for NaN.
-            if !((plan - layer).abs() <= 1e-6 * layer.abs()) {
+            let is_same = (plan - layer).abs() <= 1e-6 * layer.abs();
+            if !is_same {
                 return Err(PrepareError::Hyperparameter { what, plan, layer });
             }
         }
@@ -308,7 +370,9 @@ impl Part<'_> {
                     "request_indices",
                     format!(
                         "item {item} is request {}, tile {}, chunk {}: there is none",
-                        work.request_indices[item], work.qo_tile_indices[item], work.kv_tile_indices[item]
+                        work.request_indices[item],
+                        work.qo_tile_indices[item],
+                        work.kv_tile_indices[item]
                     ),
                 )
             })?;
@@ -320,7 +384,8 @@ impl Part<'_> {
         for item in 0..num_items {
             let Some(tile) = tile_of(item) else { continue };
             let places = work.merge_indptr[tile]..work.merge_indptr[tile + 1];
-            let place = i64::from(places.start) + i64::from(work.kv_tile_indices[item] - first_chunk[tile]);
+            let place =
+                i64::from(places.start) + i64::from(work.kv_tile_indices[item] - first_chunk[tile]);
             let fresh = place < i64::from(places.end) && {
                 let (word, bit) = (&mut seen[place as usize / 64], 1_u64 << (place % 64));
                 let clear = *word & bit == 0;
@@ -330,7 +395,10 @@ impl Part<'_> {
             if !fresh {
                 return Err(inconsistent(
                     "merge_indptr",
-                    format!("item {item} has no place of its own among [{}, {})", places.start, places.end),
+                    format!(
+                        "item {item} has no place of its own among [{}, {})",
+                        places.start, places.end
+                    ),
                 ));
             }
         }
@@ -369,16 +437,27 @@ impl Part<'_> {
         if work.merge_indptr.len() != num_tiles + 1 {
             return Err(inconsistent(
                 "merge_indptr",
-                format!("{} entries for {num_tiles} query tiles", work.merge_indptr.len()),
+                format!(
+                    "{} entries for {num_tiles} query tiles",
+                    work.merge_indptr.len()
+                ),
             ));
         }
-        for (field, sums) in [("merge_indptr", &work.merge_indptr), ("worker_indptr", &work.worker_indptr)] {
+        for (field, sums) in [
+            ("merge_indptr", &work.merge_indptr),
+            ("worker_indptr", &work.worker_indptr),
+        ] {
             let rises = sums.windows(2).all(|pair| pair[0] <= pair[1]);
-            let ends = sums.first() == Some(&0) && sums.last().map(|&last| last as usize) == Some(num_items);
+            let ends = sums.first() == Some(&0)
+                && sums.last().map(|&last| last as usize) == Some(num_items);
             if !rises || !ends {
                 return Err(inconsistent(
                     field,
-                    format!("from {:?} to {:?}; it rises from 0 to {num_items} work items", sums.first(), sums.last()),
+                    format!(
+                        "from {:?} to {:?}; it rises from 0 to {num_items} work items",
+                        sums.first(),
+                        sums.last()
+                    ),
                 ));
             }
         }
@@ -386,12 +465,25 @@ impl Part<'_> {
     }
 
     /// The part's lists for the plan kernel.
-    fn stage(&self, step: &mut Step<'_>, need: &PartNeed, tail: (i32, i32)) -> Result<(), PrepareError> {
+    fn stage(
+        &self,
+        step: &mut Step<'_>,
+        need: &PartNeed,
+        tail: (i32, i32),
+    ) -> Result<(), PrepareError> {
         let (plan, work, n) = (self.plan, &self.plan.work, self.num_rows());
         let size = step.workspace.size();
         let rooms = [
-            ("work items", work.request_indices.len(), size.max_work_items[self.list]),
-            ("query tiles", need.num_tiles, size.max_tiles.min(MAX_PLAN_ENTRIES.saturating_sub(n + 1))),
+            (
+                "work items",
+                work.request_indices.len(),
+                size.max_work_items[self.list],
+            ),
+            (
+                "query tiles",
+                need.num_tiles,
+                size.max_tiles.min(MAX_PLAN_ENTRIES.saturating_sub(n + 1)),
+            ),
             ("pages", self.first_page + self.num_pages(), size.max_pages),
         ];
         for (what, needed, room) in rooms {
@@ -414,14 +506,22 @@ impl Part<'_> {
             block_size: step.config.block_size,
         };
         stage_sizes(step, self.list, &sizes(self, need, work, tail))?;
-        lower_tensor(&plan.qo_indptr, Siblings::NONE, room(to.qo_indptr, n + 1), "qo_indptr", &context, step.stage)
-            .map_err(of_field("qo_indptr"))?;
+        lower_tensor(
+            &plan.qo_indptr,
+            Siblings::NONE,
+            room(to.qo_indptr, n + 1),
+            "qo_indptr",
+            &context,
+            step.stage,
+        )
+        .map_err(of_field("qo_indptr"))?;
         // Items name their first page among those of both parts.
         let offsets = &mut step.scratch.values;
         offsets.clear();
         let shift = self.first_page as i32 - plan.paged_kv_indptr[0];
         offsets.extend(plan.paged_kv_indptr.iter().map(|&sum| sum + shift));
-        step.stage.values("paged_kv_indptr", room(to.paged_kv_indptr, n + 1), offsets)?;
+        step.stage
+            .values("paged_kv_indptr", room(to.paged_kv_indptr, n + 1), offsets)?;
         self.stage_key_lens(step, room(to.seq_lens, n), &context)?;
         let num_items = work.request_indices.len();
         for (field, ptr, values) in [
@@ -431,7 +531,11 @@ impl Part<'_> {
         ] {
             step.stage.values(field, room(ptr, num_items), values)?;
         }
-        step.stage.values("merge_indptr", room(to.merge_indptr, need.num_tiles + 1), &work.merge_indptr)?;
+        step.stage.values(
+            "merge_indptr",
+            room(to.merge_indptr, need.num_tiles + 1),
+            &work.merge_indptr,
+        )?;
         lower_tensor(
             &plan.paged_kv_indices,
             Siblings::pages(&plan.paged_kv_indptr),
@@ -445,7 +549,12 @@ impl Part<'_> {
 
     /// The keys of each row: the device's own lengths where the plan has just those, so that kernels stop where the device
     /// does, and the plan's where it chose pages.
-    fn stage_key_lens(&self, step: &mut Step<'_>, to: Destination, context: &LowerContext<'_>) -> Result<(), PrepareError> {
+    fn stage_key_lens(
+        &self,
+        step: &mut Step<'_>,
+        to: Destination,
+        context: &LowerContext<'_>,
+    ) -> Result<(), PrepareError> {
         const FIELD: &str = "seq_lens";
         let rows = self.rows.start as usize..self.rows.end as usize;
         if context.inputs.seq_lens.get(rows) == Some(step.scratch.lens.as_slice()) {
@@ -454,7 +563,8 @@ impl Part<'_> {
                 start: self.rows.start,
                 end: self.rows.end,
             });
-            return lower_tensor(&own, Siblings::NONE, to, FIELD, context, step.stage).map_err(of_field(FIELD));
+            return lower_tensor(&own, Siblings::NONE, to, FIELD, context, step.stage)
+                .map_err(of_field(FIELD));
         }
         Ok(step.stage.values(FIELD, to, &step.scratch.lens)?)
     }
@@ -464,7 +574,9 @@ impl Part<'_> {
         let width = step.config.limits.table_width;
         let (first, n) = (self.rows.start as usize, self.num_rows());
         let to = *step.workspace.ptrs();
-        let at = |ptr: crate::driver::DevicePtr, row: usize, columns: usize| ptr.offset(4 * row * columns);
+        let at = |ptr: crate::driver::DevicePtr, row: usize, columns: usize| {
+            ptr.offset(4 * row * columns)
+        };
         let context = LowerContext {
             ptrs: step.ptrs,
             inputs: step.context.inputs,
@@ -472,10 +584,22 @@ impl Part<'_> {
             block_size: step.config.block_size,
         };
         // Plain attention reads the step's query starts: the part's are the same, rebased.
-        let own = step.context.inputs.query_start_loc.get(first..=first + n).unwrap_or(&[]);
-        let rebased = step.scratch.starts.iter().map(|&start| i64::from(start) + self.first_token as i64);
+        let own = step
+            .context
+            .inputs
+            .query_start_loc
+            .get(first..=first + n)
+            .unwrap_or(&[]);
+        let rebased = step
+            .scratch
+            .starts
+            .iter()
+            .map(|&start| i64::from(start) + self.first_token as i64);
         if !rebased.eq(own.iter().map(|&start| i64::from(start))) {
-            return Err(inconsistent("qo_indptr", "in f32 it must be the step's own, rebased".into()));
+            return Err(inconsistent(
+                "qo_indptr",
+                "in f32 it must be the step's own, rebased".into(),
+            ));
         }
         let lens = Destination {
             ptr: at(to.seq_lens, first, 1),
@@ -494,7 +618,10 @@ impl Part<'_> {
             if self.pages_of(row) > width {
                 return Err(inconsistent(
                     FIELD,
-                    format!("{} pages in row {row} of a table of {width} columns", self.pages_of(row)),
+                    format!(
+                        "{} pages in row {row} of a table of {width} columns",
+                        self.pages_of(row)
+                    ),
                 ));
             }
         }
@@ -510,13 +637,17 @@ impl Part<'_> {
                 room: n * width,
                 fill: 0,
             };
-            return lower_tensor(&rows, Siblings::NONE, table, FIELD, &context, step.stage).map_err(of_field(FIELD));
+            return lower_tensor(&rows, Siblings::NONE, table, FIELD, &context, step.stage)
+                .map_err(of_field(FIELD));
         };
         let mut columns = selection.columns.as_slice();
         for row in 0..n {
             let count = self.pages_of(row);
             let Some((own, rest)) = columns.split_at_checked(count) else {
-                return Err(inconsistent(FIELD, format!("{} columns, row {row} needs more", columns.len())));
+                return Err(inconsistent(
+                    FIELD,
+                    format!("{} columns, row {row} needs more", columns.len()),
+                ));
             };
             columns = rest;
             let one = Tensor::SelectPages(timetable_types::PageSelection {
@@ -532,7 +663,15 @@ impl Part<'_> {
                 fill: 0,
             };
             let sums = [0, count as i32];
-            lower_tensor(&one, Siblings::pages(&sums), to, FIELD, &context, step.stage).map_err(of_field(FIELD))?;
+            lower_tensor(
+                &one,
+                Siblings::pages(&sums),
+                to,
+                FIELD,
+                &context,
+                step.stage,
+            )
+            .map_err(of_field(FIELD))?;
         }
         Ok(())
     }
@@ -568,7 +707,11 @@ fn stage_none(step: &mut Step<'_>, list: usize, tail: (i32, i32)) -> Result<(), 
     stage_sizes(step, list, &sizes)
 }
 
-fn stage_sizes(step: &mut Step<'_>, list: usize, sizes: &WorkListSizes) -> Result<(), PrepareError> {
+fn stage_sizes(
+    step: &mut Step<'_>,
+    list: usize,
+    sizes: &WorkListSizes,
+) -> Result<(), PrepareError> {
     let words: &[i32] = bytemuck::cast_slice(bytemuck::bytes_of(sizes));
     let to = Destination {
         ptr: step.workspace.ptrs().lists[list].sizes,
@@ -579,12 +722,19 @@ fn stage_sizes(step: &mut Step<'_>, list: usize, sizes: &WorkListSizes) -> Resul
 }
 
 /// The step's query starts, of the parts' rows; rows after them have no tokens.
-fn stage_query_starts(step: &mut Step<'_>, covered: usize, num_tokens: usize) -> Result<(), PrepareError> {
+fn stage_query_starts(
+    step: &mut Step<'_>,
+    covered: usize,
+    num_tokens: usize,
+) -> Result<(), PrepareError> {
     const FIELD: &str = "query_start_loc";
     let starts = step.context.inputs.query_start_loc;
     let rows = starts.len().saturating_sub(1);
     if covered != rows {
-        return Err(inconsistent("num_prefills", format!("the parts have {covered} of the step's {rows} rows")));
+        return Err(inconsistent(
+            "num_prefills",
+            format!("the parts have {covered} of the step's {rows} rows"),
+        ));
     }
     let context = LowerContext {
         ptrs: step.ptrs,
@@ -597,12 +747,22 @@ fn stage_query_starts(step: &mut Step<'_>, covered: usize, num_tokens: usize) ->
         room: starts.len(),
         fill: 0,
     };
-    lower_tensor(&Tensor::Input(Input::QueryStartLoc), Siblings::NONE, to, FIELD, &context, step.stage)
-        .map_err(of_field(FIELD))
+    lower_tensor(
+        &Tensor::Input(Input::QueryStartLoc),
+        Siblings::NONE,
+        to,
+        FIELD,
+        &context,
+        step.stage,
+    )
+    .map_err(of_field(FIELD))
 }
 
 /// Lists with items; the first with none where there is no item at all, for the tokens that no request covers.
-fn eager_lists(step: &Step<'_>, needs: &[PartNeed; 2]) -> Result<[Option<ListLaunch>; 2], PrepareError> {
+fn eager_lists(
+    step: &Step<'_>,
+    needs: &[PartNeed; 2],
+) -> Result<[Option<ListLaunch>; 2], PrepareError> {
     let config = step.config;
     if config.is_plain() {
         return Ok([None, None]);

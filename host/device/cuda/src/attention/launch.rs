@@ -51,7 +51,11 @@ impl Launch {
     /// every row may have `max_num_splits`. FLASHINFER: it bounds the work items of each part. Both are raised to what the plain
     /// builder needs. A step with more is run eagerly ([`super::Replay`]).
     pub fn captured(config: &GroupConfig, shape: &CaptureShape, promise: &LaunchPromise) -> Self {
-        let max_query_len = shape.max_query_len.min(promise.max_query_len).min(shape.num_tokens).max(1);
+        let max_query_len = shape
+            .max_query_len
+            .min(promise.max_query_len)
+            .min(shape.num_tokens)
+            .max(1);
         let shape = Shape {
             reqs: u64::from(shape.num_reqs),
             tokens: u64::from(shape.num_tokens),
@@ -75,7 +79,11 @@ impl Launch {
 
     /// Work items of both lists at most.
     pub fn max_work_items(&self) -> u64 {
-        self.lists.iter().flatten().map(|list| u64::from(list.max_work_items)).sum()
+        self.lists
+            .iter()
+            .flatten()
+            .map(|list| u64::from(list.max_work_items))
+            .sum()
     }
 }
 
@@ -129,7 +137,9 @@ fn flash_attn(
         let kind = config.prefill_kind(max_packed);
         let tile = u64::from(config.tile_rows(kind));
         // Each of these rows has at least 17 packed rows.
-        let rows = shape.reqs.min(shape.tokens * shape.group / (DECODE_ROWS + 1));
+        let rows = shape
+            .reqs
+            .min(shape.tokens * shape.group / (DECODE_ROWS + 1));
         let most_of_row = max_packed.div_ceil(tile);
         let tiles = (shape.tokens * shape.group / tile + rows).min(rows * most_of_row);
         let split_tiles = most_of_row * promised.saturating_sub(shape.reqs);
@@ -147,7 +157,11 @@ fn flash_attn(
     [decode, prefill]
 }
 
-fn flashinfer(config: &GroupConfig, shape: &Shape, promise: &LaunchPromise) -> [Option<ListLaunch>; 2] {
+fn flashinfer(
+    config: &GroupConfig,
+    shape: &Shape,
+    promise: &LaunchPromise,
+) -> [Option<ListLaunch>; 2] {
     // Tiles are 16 packed rows or more, and a row's last may be short.
     let tiles = shape.reqs + shape.tokens * shape.group / 16;
     let list = |kind, rows: u64| {
@@ -171,7 +185,8 @@ fn flashinfer(config: &GroupConfig, shape: &Shape, promise: &LaunchPromise) -> [
             [Some(list(kind(packed), packed)), None]
         }
         None => {
-            let prefill = (shape.max_query_len > 1).then(|| list(AttentionKind::Prefill, shape.max_packed()));
+            let prefill =
+                (shape.max_query_len > 1).then(|| list(AttentionKind::Prefill, shape.max_packed()));
             [Some(list(kind(shape.group), shape.group)), prefill]
         }
     }
@@ -192,7 +207,12 @@ mod tests {
         }
     }
 
-    fn shape(num_reqs: u32, num_tokens: u32, max_query_len: u32, uniform: Option<u32>) -> CaptureShape {
+    fn shape(
+        num_reqs: u32,
+        num_tokens: u32,
+        max_query_len: u32,
+        uniform: Option<u32>,
+    ) -> CaptureShape {
         CaptureShape {
             num_tokens,
             num_reqs,
@@ -208,7 +228,10 @@ mod tests {
         let [Some(list), None] = launch.lists else {
             panic!("{launch:?}");
         };
-        assert_eq!((list.kind, list.max_work_items, list.partial_rows), (AttentionKind::Decode, 512, 4));
+        assert_eq!(
+            (list.kind, list.max_work_items, list.partial_rows),
+            (AttentionKind::Decode, 512, 4)
+        );
         assert_eq!(launch.max_num_splits, 8);
         // A promise of fewer items is taken at its word, one below the rows is not.
         let tight = Launch::captured(&config, &shape(64, 64, 1, Some(1)), &promise(8, 100, 1));
@@ -225,17 +248,26 @@ mod tests {
             panic!("{launch:?}");
         };
         assert_eq!((decode.max_work_items, decode.partial_rows), (16, 16));
-        assert_eq!((prefill.kind, prefill.tile_rows), (AttentionKind::Prefill, 128));
+        assert_eq!(
+            (prefill.kind, prefill.tile_rows),
+            (AttentionKind::Prefill, 128)
+        );
         // 2 whole tiles and a short one in each of 8 rows, twice.
         assert_eq!(prefill.max_work_items, (2 + 8) * 2);
         let short = Launch::captured(&config, &shape(8, 64, 16, None), &promise(2, 0, 16));
-        assert_eq!(short.lists[1].map(|list| list.kind), Some(AttentionKind::Prefill64));
+        assert_eq!(
+            short.lists[1].map(|list| list.kind),
+            Some(AttentionKind::Prefill64)
+        );
         let invariant = GroupConfig {
             batch_invariant: true,
             ..config
         };
         let short = Launch::captured(&invariant, &shape(8, 64, 16, None), &promise(2, 0, 16));
-        assert_eq!(short.lists[1].map(|list| list.kind), Some(AttentionKind::Prefill));
+        assert_eq!(
+            short.lists[1].map(|list| list.kind),
+            Some(AttentionKind::Prefill)
+        );
     }
 
     #[test]
@@ -245,7 +277,10 @@ mod tests {
         let [Some(list), None] = launch.lists else {
             panic!("{launch:?}");
         };
-        assert_eq!((list.kind, list.max_work_items), (AttentionKind::Decode, 500));
+        assert_eq!(
+            (list.kind, list.max_work_items),
+            (AttentionKind::Decode, 500)
+        );
         assert_eq!((list.max_reqs, list.max_tiles), (64, 64 + 16));
         let plain = Launch::captured(&config, &shape(64, 64, 1, Some(1)), &promise(1, 0, 1));
         assert_eq!(plain.max_work_items(), 80);

@@ -11,7 +11,9 @@ use crate::driver::{DevicePtr, Stream};
 use crate::error::{CudaError, Result};
 use crate::kernels::Kernels;
 use crate::ops::Rows;
-use crate::params::{AttentionParams, PlainAttentionParams, PlanParams, ScatterParams, WorkListParams};
+use crate::params::{
+    AttentionParams, PlainAttentionParams, PlanParams, ScatterParams, WorkListParams,
+};
 use crate::upload::StepPtrs;
 
 /// One layer's queries and outputs.
@@ -37,7 +39,12 @@ pub struct GroupLaunch<'s> {
 
 impl<'s> GroupLaunch<'s> {
     /// Of a group, without its state: for graphs that another thread captures with a workspace of their own.
-    pub fn new(config: &'s GroupConfig, workspace: &'s Workspace, ptrs: &'s StepPtrs, launch: &'s Launch) -> Self {
+    pub fn new(
+        config: &'s GroupConfig,
+        workspace: &'s Workspace,
+        ptrs: &'s StepPtrs,
+        launch: &'s Launch,
+    ) -> Self {
         Self {
             config,
             workspace,
@@ -65,7 +72,9 @@ impl<'s> GroupLaunch<'s> {
             match self.config.family {
                 Family::Flashinfer => {
                     // SAFETY: the caller's.
-                    unsafe { kernels.plan_flashinfer(stream, &self.work_list_params(index, list)) }?;
+                    unsafe {
+                        kernels.plan_flashinfer(stream, &self.work_list_params(index, list))
+                    }?;
                 }
                 _ => {
                     // SAFETY: the caller's.
@@ -94,12 +103,12 @@ impl<'s> GroupLaunch<'s> {
     ) -> Result<()> {
         self.config.check_cache(cache)?;
         let params = ScatterParams {
-            key: key.ptr.raw(),
-            value: value.ptr.raw(),
-            kv_cache: cache.ptr.raw(),
-            slot_mapping: self.ptrs.slot_mapping.raw(),
-            k_scale: cache.k_scale.raw(),
-            v_scale: cache.v_scale.raw(),
+            key: key.ptr,
+            value: value.ptr,
+            kv_cache: cache.ptr,
+            slot_mapping: self.ptrs.slot_mapping,
+            k_scale: cache.k_scale,
+            v_scale: cache.v_scale,
             key_stride: key.stride,
             value_stride: value.stride,
             kv_block_stride: cache.strides.block,
@@ -112,7 +121,14 @@ impl<'s> GroupLaunch<'s> {
             kv_scale_stride: cache.scale_stride,
         };
         // SAFETY: the caller's.
-        unsafe { kernels.reshape_and_cache(stream, self.config.element, self.config.cache_element(), &params) }
+        unsafe {
+            kernels.reshape_and_cache(
+                stream,
+                self.config.element,
+                self.config.cache_element(),
+                &params,
+            )
+        }
     }
 
     /// One layer's attention over its cache, which the step's keys have been written to.
@@ -122,7 +138,13 @@ impl<'s> GroupLaunch<'s> {
     ///
     /// # Safety
     /// As [`GroupLaunch::plan`], whose launches come before on the same stream; queries and outputs have the step's padded tokens.
-    pub unsafe fn attend(&self, stream: &Stream, kernels: &Kernels, cache: &KvCache, io: &AttentionIo) -> Result<()> {
+    pub unsafe fn attend(
+        &self,
+        stream: &Stream,
+        kernels: &Kernels,
+        cache: &KvCache,
+        io: &AttentionIo,
+    ) -> Result<()> {
         self.config.check_cache(cache)?;
         if self.config.is_plain() {
             // SAFETY: the caller's.
@@ -136,7 +158,13 @@ impl<'s> GroupLaunch<'s> {
                 self.config.head_size as usize,
             )?;
             // SAFETY: the caller's.
-            unsafe { kernels.paged_attention(stream, kernel, &self.attention_params(index, list, cache, io)) }?;
+            unsafe {
+                kernels.paged_attention(
+                    stream,
+                    kernel,
+                    &self.attention_params(index, list, cache, io),
+                )
+            }?;
         }
         Ok(())
     }
@@ -157,7 +185,12 @@ impl<'s> GroupLaunch<'s> {
         if kernel.tile_rows() < list.tile_rows {
             return Err(CudaError::Invalid {
                 what: "a list's tile in packed rows",
-                value: format!("{}, {} takes {}", list.tile_rows, kernel.name(), kernel.tile_rows()),
+                value: format!(
+                    "{}, {} takes {}",
+                    list.tile_rows,
+                    kernel.name(),
+                    kernel.tile_rows()
+                ),
                 remedy: "build the kernels again (cargo xtask kernels)",
             });
         }
@@ -167,13 +200,13 @@ impl<'s> GroupLaunch<'s> {
     fn plan_params(&self, index: usize, list: &ListLaunch) -> PlanParams {
         let ptrs = self.workspace.ptrs();
         PlanParams {
-            header: ptrs.lists[index].header.raw(),
-            items: ptrs.lists[index].items.raw(),
-            query_start_loc: ptrs.query_start_loc.raw(),
-            seq_lens: ptrs.seq_lens.raw(),
-            num_splits: ptrs.num_splits.raw(),
-            row_order: ptrs.row_order.raw(),
-            causal: ptrs.causal.raw(),
+            header: ptrs.lists[index].header,
+            items: ptrs.lists[index].items,
+            query_start_loc: ptrs.query_start_loc,
+            seq_lens: ptrs.seq_lens,
+            num_splits: ptrs.num_splits,
+            row_order: ptrs.row_order,
+            causal: ptrs.causal,
             num_reqs: self.launch.num_reqs as i32,
             num_tokens: self.launch.num_tokens as i32,
             block_size: self.config.block_size as i32,
@@ -204,16 +237,16 @@ impl<'s> GroupLaunch<'s> {
             merge_indptr,
         } = self.workspace.ptrs().lists[index];
         WorkListParams {
-            header: header.raw(),
-            items: items.raw(),
-            sizes: sizes.raw(),
-            qo_indptr: qo_indptr.raw(),
-            paged_kv_indptr: paged_kv_indptr.raw(),
-            seq_lens: seq_lens.raw(),
-            request_indices: request_indices.raw(),
-            qo_tile_indices: qo_tile_indices.raw(),
-            kv_tile_indices: kv_tile_indices.raw(),
-            merge_indptr: merge_indptr.raw(),
+            header,
+            items,
+            sizes,
+            qo_indptr,
+            paged_kv_indptr,
+            seq_lens,
+            request_indices,
+            qo_tile_indices,
+            kv_tile_indices,
+            merge_indptr,
             heads_per_kv_head: self.config.heads_per_kv_head() as i32,
             tile_rows: list.tile_rows as i32,
             max_work_items: list.max_work_items as i32,
@@ -223,7 +256,13 @@ impl<'s> GroupLaunch<'s> {
         }
     }
 
-    fn attention_params(&self, index: usize, list: &ListLaunch, cache: &KvCache, io: &AttentionIo) -> AttentionParams {
+    fn attention_params(
+        &self,
+        index: usize,
+        list: &ListLaunch,
+        cache: &KvCache,
+        io: &AttentionIo,
+    ) -> AttentionParams {
         let ptrs = self.workspace.ptrs();
         // FLASHINFER's items name places in the gathered pages, FLASH_ATTN's rows of the block table.
         let (table, table_stride) = match self.config.family {
@@ -231,18 +270,18 @@ impl<'s> GroupLaunch<'s> {
             _ => (self.ptrs.block_table, self.ptrs.limits.table_width as i64),
         };
         AttentionParams {
-            query: io.query.ptr.raw(),
-            kv_cache: cache.ptr.raw(),
-            output: io.output.ptr.raw(),
-            lse: io.lse.raw(),
-            partial_output: ptrs.partial_output.raw(),
-            partial_lse: ptrs.partial_lse.raw(),
-            merge_counters: ptrs.merge_counters.raw(),
-            block_table: table.raw(),
-            header: ptrs.lists[index].header.raw(),
-            items: ptrs.lists[index].items.raw(),
-            k_scale: cache.k_scale.raw(),
-            v_scale: cache.v_scale.raw(),
+            query: io.query.ptr,
+            kv_cache: cache.ptr,
+            output: io.output.ptr,
+            lse: io.lse,
+            partial_output: ptrs.partial_output,
+            partial_lse: ptrs.partial_lse,
+            merge_counters: ptrs.merge_counters,
+            block_table: table,
+            header: ptrs.lists[index].header,
+            items: ptrs.lists[index].items,
+            k_scale: cache.k_scale,
+            v_scale: cache.v_scale,
             query_stride: io.query.stride,
             output_stride: io.output.stride,
             kv_block_stride: cache.strides.block,
@@ -269,14 +308,14 @@ impl<'s> GroupLaunch<'s> {
             _ => self.ptrs.block_table,
         };
         PlainAttentionParams {
-            query: io.query.ptr.raw(),
-            kv_cache: cache.ptr.raw(),
-            output: io.output.ptr.raw(),
-            lse: io.lse.raw(),
-            block_table: table.raw(),
-            query_start_loc: ptrs.query_start_loc.raw(),
-            seq_lens: ptrs.seq_lens.raw(),
-            causal: ptrs.causal.raw(),
+            query: io.query.ptr,
+            kv_cache: cache.ptr,
+            output: io.output.ptr,
+            lse: io.lse,
+            block_table: table,
+            query_start_loc: ptrs.query_start_loc,
+            seq_lens: ptrs.seq_lens,
+            causal: ptrs.causal,
             query_stride: io.query.stride,
             output_stride: io.output.stride,
             kv_block_stride: cache.strides.block,

@@ -45,7 +45,9 @@ pub enum PrepareError {
         remedy: &'static str,
     },
     /// A plan was made for other layers.
-    #[error("the plan's {what} is {plan}, this group's layers have {layer}: the layers of an attention group must share it")]
+    #[error(
+        "the plan's {what} is {plan}, this group's layers have {layer}: the layers of an attention group must share it"
+    )]
     Hyperparameter {
         /// Which.
         what: &'static str,
@@ -284,7 +286,11 @@ pub(crate) struct Step<'s> {
 
 impl Step<'_> {
     /// Rows and tokens within the step's buffers.
-    pub(crate) fn check_sizes(&self, num_reqs: usize, num_tokens: usize) -> Result<(), PrepareError> {
+    pub(crate) fn check_sizes(
+        &self,
+        num_reqs: usize,
+        num_tokens: usize,
+    ) -> Result<(), PrepareError> {
         let limits = &self.config.limits;
         for (what, needed, room) in [
             ("requests of a step", num_reqs, limits.max_num_reqs),

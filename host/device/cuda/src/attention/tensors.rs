@@ -20,7 +20,15 @@ pub(super) fn vector(
             let all = host(field, slice.source, inputs)?;
             let range = slice.start as usize..slice.end as usize;
             out.extend_from_slice(all.get(range).ok_or_else(|| {
-                inconsistent(field, format!("[{}, {}) of a tensor of {}", slice.start, slice.end, all.len()))
+                inconsistent(
+                    field,
+                    format!(
+                        "[{}, {}) of a tensor of {}",
+                        slice.start,
+                        slice.end,
+                        all.len()
+                    ),
+                )
             })?);
         }
         Tensor::Values(values) => out.extend_from_slice(values),
@@ -35,12 +43,21 @@ pub(super) fn vector(
             let pairs = lens.iter().zip(starts.windows(2));
             out.extend(pairs.map(|(&len, pair)| len.wrapping_sub(pair[1].wrapping_sub(pair[0]))));
         }
-        _ => return Err(inconsistent(field, "not an expression that gives a vector here".into())),
+        _ => {
+            return Err(inconsistent(
+                field,
+                "not an expression that gives a vector here".into(),
+            ));
+        }
     }
     Ok(())
 }
 
-fn host<'a>(field: &'static str, input: Input, inputs: &StepInputs<'a>) -> Result<&'a [i32], PrepareError> {
+fn host<'a>(
+    field: &'static str,
+    input: Input,
+    inputs: &StepInputs<'a>,
+) -> Result<&'a [i32], PrepareError> {
     let found = match input {
         Input::QueryStartLoc => Some(inputs.query_start_loc),
         Input::SeqLens => Some(inputs.seq_lens),
@@ -68,5 +85,8 @@ fn query_starts<'a>(
 }
 
 fn out_of_rows(field: &'static str, rows: &RowRange, found: usize) -> PrepareError {
-    inconsistent(field, format!("rows [{}, {}) of {found}", rows.start, rows.end))
+    inconsistent(
+        field,
+        format!("rows [{}, {}) of {found}", rows.start, rows.end),
+    )
 }

@@ -15,5 +15,13 @@ pub(crate) fn group(family: Family) -> GroupConfig {
         max_num_tokens: 1024,
         table_width: 40,
     };
-    GroupConfig::new(family, &config, Element::Bf16, CacheDtype::Bf16, limits, 132).expect("a good group")
+    GroupConfig::new(
+        family,
+        &config,
+        Element::Bf16,
+        CacheDtype::Bf16,
+        limits,
+        132,
+    )
+    .expect("a good group")
 }

@@ -34,7 +34,10 @@ impl WorkspaceSize {
     /// `max_partial_bytes`: a step that splits more than they hold is refused when it is prepared, with the numbers, and the plain
     /// builder, which never splits, serves it.
     pub fn new<'l>(config: &GroupConfig, captured: impl IntoIterator<Item = &'l Launch>) -> Self {
-        let (reqs, tokens) = (config.limits.max_num_reqs as u64, config.limits.max_num_tokens as u64);
+        let (reqs, tokens) = (
+            config.limits.max_num_reqs as u64,
+            config.limits.max_num_tokens as u64,
+        );
         let group = u64::from(config.heads_per_kv_head());
         let entries = config.limits.max_num_reqs * config.limits.table_width;
         let mut size = Self {
@@ -68,13 +71,16 @@ impl WorkspaceSize {
         }
         // What every list would take if all its items were partial results.
         let heads = config.num_kv_heads as usize;
-        let tile = |list: usize| config.tile_rows([AttentionKind::Decode, AttentionKind::Prefill][list]) as usize;
+        let tile = |list: usize| {
+            config.tile_rows([AttentionKind::Decode, AttentionKind::Prefill][list]) as usize
+        };
         let mut partial_rows = 0;
         if !config.is_plain() && config.max_num_splits > 1 {
             for (list, &items) in size.max_work_items.iter().enumerate() {
                 partial_rows = partial_rows.max(items * heads * tile(list));
             }
-            partial_rows = partial_rows.min(EAGER_PARTIALS * config.num_multiprocessors as usize * 128);
+            partial_rows =
+                partial_rows.min(EAGER_PARTIALS * config.num_multiprocessors as usize * 128);
         }
         for launch in captured {
             for (index, list) in launch.lists.iter().enumerate() {
@@ -88,7 +94,9 @@ impl WorkspaceSize {
             }
         }
         let row_bytes = (config.head_size as usize + 1) * size_of::<f32>();
-        size.partial_rows = partial_rows.min(config.max_partial_bytes / row_bytes).max(1);
+        size.partial_rows = partial_rows
+            .min(config.max_partial_bytes / row_bytes)
+            .max(1);
         size
     }
 
@@ -169,7 +177,11 @@ pub struct WorkspacePtrs {
 
 impl WorkspacePtrs {
     /// Everything one after the other from `base`, and the bytes of all.
-    pub(crate) fn layout(config: &GroupConfig, size: &WorkspaceSize, base: DevicePtr) -> (Self, usize) {
+    pub(crate) fn layout(
+        config: &GroupConfig,
+        size: &WorkspaceSize,
+        base: DevicePtr,
+    ) -> (Self, usize) {
         let mut end = 0_usize;
         let mut take = |elements: usize, bytes: usize| {
             let begin = end;
@@ -227,9 +239,12 @@ impl Workspace {
     /// `CudaError::OutOfMemory`, or what the driver says.
     pub fn new(device: &Device, config: &GroupConfig, size: WorkspaceSize) -> Result<Self> {
         let bytes = size.bytes(config);
-        let memory = DeviceBuffer::alloc_zeroed(device, bytes, "an attention group's workspace").map_err(|error| {
-            error.with_remedy("lower --max-num-splits, --max-num-seqs or --max-num-batched-tokens")
-        })?;
+        let memory = DeviceBuffer::alloc_zeroed(device, bytes, "an attention group's workspace")
+            .map_err(|error| {
+                error.with_remedy(
+                    "lower --max-num-splits, --max-num-seqs or --max-num-batched-tokens",
+                )
+            })?;
         let (ptrs, bytes) = WorkspacePtrs::layout(config, &size, memory.ptr());
         Ok(Self {
             size,
@@ -299,7 +314,10 @@ mod tests {
             assert!(size.partial_rows * 65 * 4 <= 1 << 20);
             let (ptrs, bytes) = WorkspacePtrs::layout(&config, &size, DevicePtr::from_raw(256));
             assert!(ptrs.merge_counters.raw() < 256 + bytes as u64);
-            assert!(ptrs.partial_lse.raw() - ptrs.partial_output.raw() >= (size.partial_rows * 64 * 4) as u64);
+            assert!(
+                ptrs.partial_lse.raw() - ptrs.partial_output.raw()
+                    >= (size.partial_rows * 64 * 4) as u64
+            );
         }
     }
 

@@ -107,7 +107,11 @@ impl StepPtrs {
     /// Where columns [`column`, `column` + `len`) of a row of the block table go.
     pub fn table_run(&self, row: usize, column: usize, len: usize) -> Destination {
         let at = (row * self.limits.table_width + column) * 4;
-        to(DevicePtr::from_raw(self.block_table.raw() + at as u64), len, 0)
+        to(
+            DevicePtr::from_raw(self.block_table.raw() + at as u64),
+            len,
+            0,
+        )
     }
 
     /// Where the tokens of `num_rows` rows of logits go; the rest of them becomes 0.
@@ -198,10 +202,16 @@ mod tests {
         spans.sort_by_key(|(ptr, _)| ptr.raw());
         let mut end = 1 << 20;
         for (ptr, len) in spans {
-            assert!(ptr.raw() >= end && ptr.raw() % ALIGN as u64 == 0, "{ptr:?} after {end}");
+            assert!(
+                ptr.raw() >= end && ptr.raw() % ALIGN as u64 == 0,
+                "{ptr:?} after {end}"
+            );
             end = ptr.raw() + len;
         }
         assert!(end <= (1 << 20) + bytes as u64);
-        assert_eq!(p.table_run(2, 3, 4).ptr.raw(), p.block_table.raw() + (2 * 9 + 3) * 4);
+        assert_eq!(
+            p.table_run(2, 3, 4).ptr.raw(),
+            p.block_table.raw() + (2 * 9 + 3) * 4
+        );
     }
 }

@@ -79,7 +79,8 @@ impl Machine {
 
     /// Runs a packed slot: the first round, then the second.
     pub(crate) fn run(&mut self, slot: &[u8], packed: Packed, num_reqs: usize, num_tokens: usize) {
-        let ops: Vec<UnpackOp> = slot[packed.ops..packed.ops + packed.num_ops * size_of::<UnpackOp>()]
+        let ops: Vec<UnpackOp> = slot
+            [packed.ops..packed.ops + packed.num_ops * size_of::<UnpackOp>()]
             .chunks(size_of::<UnpackOp>())
             .map(pod_read_unaligned)
             .collect();
@@ -110,7 +111,8 @@ impl Run<'_> {
     }
 
     fn start(&self, row: i32) -> i32 {
-        self.machine.load(self.machine.ptrs.query_start_loc.raw(), row.into())
+        self.machine
+            .load(self.machine.ptrs.query_start_loc.raw(), row.into())
     }
 
     fn query_len(&self, row: i32) -> i32 {
@@ -123,7 +125,8 @@ impl Run<'_> {
 
     fn seq_len(&self, row: i32) -> i32 {
         if self.row_exists(row) {
-            self.machine.load(self.machine.ptrs.seq_lens.raw(), row.into())
+            self.machine
+                .load(self.machine.ptrs.seq_lens.raw(), row.into())
         } else {
             0
         }
@@ -147,24 +150,41 @@ impl Run<'_> {
 
     /// The last index whose element of the list is at most `at`.
     fn last_at_most(&self, count: i32, at: i32, element: impl Fn(i64) -> i32) -> i32 {
-        (0..count).rev().find(|&i| element(i.into()) <= at).unwrap_or(0)
+        (0..count)
+            .rev()
+            .find(|&i| element(i.into()) <= at)
+            .unwrap_or(0)
     }
 
     fn write(&mut self, count: i32, value: impl Fn(&Self, i32) -> i32) {
         for i in 0..self.op.room {
-            let value = if i < count { value(self, i) } else { self.op.fill };
-            self.machine.store(self.op.destination, i.into(), value);
+            let value = if i < count {
+                value(self, i)
+            } else {
+                self.op.fill
+            };
+            self.machine
+                .store(self.op.destination.raw(), i.into(), value);
         }
     }
 
     fn write64(&mut self, count: i32, value: impl Fn(&Self, i32) -> i64) {
         for i in 0..self.op.room {
-            let value = if i < count { value(self, i) } else { self.op.fill.into() };
-            self.machine.store(self.op.destination, i.into(), value);
+            let value = if i < count {
+                value(self, i)
+            } else {
+                self.op.fill.into()
+            };
+            self.machine
+                .store(self.op.destination.raw(), i.into(), value);
         }
     }
 
-    fn write_runs(&mut self, count: impl Fn(&Self, i32) -> i32, value: impl Fn(&Self, i32, i32) -> i32) {
+    fn write_runs(
+        &mut self,
+        count: impl Fn(&Self, i32) -> i32,
+        value: impl Fn(&Self, i32, i32) -> i32,
+    ) {
         let mut values = Vec::new();
         for run in 0..self.op.rows {
             for i in 0..count(self, run).max(0) {
@@ -185,18 +205,26 @@ impl Run<'_> {
             UnpackKind::TableUpdates => {
                 let width = self.machine.ptrs.limits.table_width as i32;
                 for i in 0..i64::from(op.rows) {
-                    let [row, column, block] = [0, 1, 2].map(|k| self.list::<i32>(op.list, 3 * i + k));
+                    let [row, column, block] =
+                        [0, 1, 2].map(|k| self.list::<i32>(op.list, 3 * i + k));
                     if self.row_exists(row) && (0..width).contains(&column) {
                         let table = self.machine.ptrs.block_table.raw();
-                        self.machine.store(table, i64::from(row * width + column), block);
+                        self.machine
+                            .store(table, i64::from(row * width + column), block);
                     }
                 }
             }
-            UnpackKind::Copy => self.write(op.rows, |run, i| run.machine.load(op.source, i.into())),
-            UnpackKind::Copy64 => self.write64(op.rows, |run, i| run.machine.load(op.source, i.into())),
+            UnpackKind::Copy => self.write(op.rows, |run, i| {
+                run.machine.load(op.source.raw(), i.into())
+            }),
+            UnpackKind::Copy64 => self.write64(op.rows, |run, i| {
+                run.machine.load(op.source.raw(), i.into())
+            }),
             UnpackKind::Rebase => {
                 let count = op.rows.min(self.num_reqs - op.first_row) + 1;
-                self.write(count, |run, i| run.start(op.first_row + i) - run.start(op.first_row));
+                self.write(count, |run, i| {
+                    run.start(op.first_row + i) - run.start(op.first_row)
+                });
             }
             UnpackKind::ContextLens => self.write(op.rows, |run, i| {
                 run.seq_len(op.first_row + i) - run.query_len(op.first_row + i)
@@ -206,7 +234,11 @@ impl Run<'_> {
             }),
             UnpackKind::DcpLocal => self.write(op.rows, |run, i| {
                 let row = op.first_row + i;
-                let query = if op.option != 0 { run.query_len(row) } else { 0 };
+                let query = if op.option != 0 {
+                    run.query_len(row)
+                } else {
+                    0
+                };
                 run.local_len(run.seq_len(row) - query)
             }),
             UnpackKind::CuPageCounts => self.write(op.rows + 1, |run, i| {
@@ -235,11 +267,17 @@ impl Run<'_> {
             }),
             UnpackKind::Rows => self.write(op.rows * op.width, |run, i| {
                 let row = i64::from(row_at(run, i / op.width));
-                run.machine.load(op.source, row * i64::from(op.width) + i64::from(i % op.width))
+                run.machine.load(
+                    op.source.raw(),
+                    row * i64::from(op.width) + i64::from(i % op.width),
+                )
             }),
             UnpackKind::Rows64 => self.write64(op.rows * op.width, |run, i| {
                 let row = i64::from(row_at(run, i / op.width));
-                run.machine.load(op.source, row * i64::from(op.width) + i64::from(i % op.width))
+                run.machine.load(
+                    op.source.raw(),
+                    row * i64::from(op.width) + i64::from(i % op.width),
+                )
             }),
             UnpackKind::RowMask => {
                 let rows: Vec<i32> = (0..op.rows).map(|i| row_at(self, i)).collect();
@@ -261,15 +299,25 @@ impl Run<'_> {
             }
             UnpackKind::SegmentIds => {
                 let total = row_at(self, op.rows);
-                self.write(total, |run, i| run.last_at_most(op.rows, i, |at| row_at(run, at as i32)));
+                self.write(total, |run, i| {
+                    run.last_at_most(op.rows, i, |at| row_at(run, at as i32))
+                });
             }
             UnpackKind::ConvRows | UnpackKind::ConvOffsets => self.write_runs(
                 |run, i| (run.query_len(op.first_row + i) + op.width - 1) / op.width,
-                |_, i, chunk| if op.kind == UnpackKind::ConvRows as i32 { i } else { chunk },
+                |_, i, chunk| {
+                    if op.kind == UnpackKind::ConvRows as i32 {
+                        i
+                    } else {
+                        chunk
+                    }
+                },
             ),
             UnpackKind::FeedTokens => self.write(op.rows, |run, i| match row_at(run, i) {
                 id if id >= 0 => id,
-                from if -1 - from < op.width => run.machine.load(op.source, i64::from(-1 - from)),
+                from if -1 - from < op.width => {
+                    run.machine.load(op.source.raw(), i64::from(-1 - from))
+                }
                 _ => op.fill,
             }),
         }

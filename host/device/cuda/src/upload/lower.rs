@@ -117,7 +117,14 @@ pub(crate) fn lower_tensor(
                 context.columns(row, first + gather.width as usize)?;
             }
             let option = i32::from(gather.column == StateColumn::LastToken);
-            lower.by_row(UnpackKind::StateIndices, &gather.rows, gather.width, option, None, sink)
+            lower.by_row(
+                UnpackKind::StateIndices,
+                &gather.rows,
+                gather.width,
+                option,
+                None,
+                sink,
+            )
         }
         Tensor::Rows(gather) => lower.gather(gather.source, &gather.rows, sink),
         Tensor::ExtraRows(gather) => {
@@ -129,7 +136,14 @@ pub(crate) fn lower_tensor(
                 context.row("row mask", row)?;
             }
             fits(what, context.num_rows(), to.room)?;
-            lower.by_row(UnpackKind::RowMask, rows, 1, 0, Some(context.num_rows()), sink)
+            lower.by_row(
+                UnpackKind::RowMask,
+                rows,
+                1,
+                0,
+                Some(context.num_rows()),
+                sink,
+            )
         }
         Tensor::RowTokens(rows) => {
             let mut tokens = 0;
@@ -202,7 +216,7 @@ impl Lower<'_> {
                 Ok(sink.push(
                     self.what,
                     UnpackOp {
-                        source: ptr.offset(start * size).raw(),
+                        source: ptr.offset(start * size),
                         ..op(kind, self.to, end - start, 0)
                     },
                 )?)
@@ -239,7 +253,7 @@ impl Lower<'_> {
         Ok(sink.push(
             self.what,
             UnpackOp {
-                source: ptr.raw(),
+                source: ptr,
                 width: width as i32,
                 ..op(kind, self.to, rows.len(), list)
             },
@@ -256,7 +270,11 @@ impl Lower<'_> {
     ) -> Result<(), LowerError> {
         let values = rows
             .iter()
-            .map(|&row| data.get(row as usize).copied().ok_or_else(|| outside(name, row, data.len())))
+            .map(|&row| {
+                data.get(row as usize)
+                    .copied()
+                    .ok_or_else(|| outside(name, row, data.len()))
+            })
             .collect::<Result<Vec<i32>, _>>()?;
         Ok(sink.values(self.what, self.to, &values)?)
     }
@@ -398,7 +416,10 @@ impl Lower<'_> {
         let range = self.context.rows(&chunks.rows)?;
         let mut len = 0;
         for row in range.clone() {
-            len += self.context.query_len(row)?.div_ceil(chunks.block_m as usize);
+            len += self
+                .context
+                .query_len(row)?
+                .div_ceil(chunks.block_m as usize);
         }
         if len > length {
             return Err(ResolveError::Room {
@@ -473,7 +494,9 @@ impl<'a> LowerContext<'a> {
 
     fn extra(&self, wanted: &str) -> Result<&'a [i32], ResolveError> {
         let extras = self.inputs.extras.iter();
-        let found = extras.map(|(name, data)| (*name, *data)).find(|(name, _)| *name == wanted);
+        let found = extras
+            .map(|(name, data)| (*name, *data))
+            .find(|(name, _)| *name == wanted);
         found
             .map(|(_, data)| data)
             .ok_or_else(|| ResolveError::MissingExtra(wanted.to_owned()))

@@ -31,15 +31,26 @@ impl Step {
         let mut lens = Vec::new();
         for row in 0..rows {
             // Some rows are padding.
-            let query = if rng.random_bool(0.2) { 0 } else { rng.random_range(1..40) };
+            let query = if rng.random_bool(0.2) {
+                0
+            } else {
+                rng.random_range(1..40)
+            };
             starts.push(starts[row] + query);
-            lens.push(if query == 0 { 0 } else { query + rng.random_range(0..90) });
+            lens.push(if query == 0 {
+                0
+            } else {
+                query + rng.random_range(0..90)
+            });
         }
         let tokens = *starts.last().unwrap() + rng.random_range(0..3);
         let width = rng.random_range(9..12);
-        let table = (0..rows * width).map(|_| rng.random_range(0..1000)).collect();
+        let table = (0..rows * width)
+            .map(|_| rng.random_range(0..1000))
+            .collect();
         let mut some = |len: usize| -> Option<Vec<i32>> {
-            rng.random_bool(0.7).then(|| (0..len).map(|_| rng.random_range(0..99)).collect())
+            rng.random_bool(0.7)
+                .then(|| (0..len).map(|_| rng.random_range(0..99)).collect())
         };
         let tensors = StepTensors {
             causal: some(rows),
@@ -85,7 +96,9 @@ impl Step {
 
     fn chosen(&self, rng: &mut Pcg64, most: u32) -> Vec<u32> {
         let most = (most + u32::from(rng.random_bool(0.1))).max(1);
-        (0..rng.random_range(0..6)).map(|_| rng.random_range(0..most)).collect()
+        (0..rng.random_range(0..6))
+            .map(|_| rng.random_range(0..most))
+            .collect()
     }
 
     /// A tensor and its siblings: `paged_kv_indptr` and `cu_seq_lens`.
@@ -104,9 +117,18 @@ impl Step {
         ];
         let input = *inputs.choose(rng).unwrap();
         let range = self.range(rng);
-        let mut indptr = vec![if rng.random_bool(0.3) { rng.random_range(0..9) } else { 0 }];
+        let mut indptr = vec![if rng.random_bool(0.3) {
+            rng.random_range(0..9)
+        } else {
+            0
+        }];
         for row in range.start..range.end {
-            let len = self.tensors.seq_lens.get(row as usize).copied().unwrap_or(0) as u32;
+            let len = self
+                .tensors
+                .seq_lens
+                .get(row as usize)
+                .copied()
+                .unwrap_or(0) as u32;
             indptr.push(indptr.last().unwrap() + len.div_ceil(BLOCK) as i32);
         }
         let columns = self.tensors.block_table_width as u32 + u32::from(rng.random_bool(0.1));
@@ -139,7 +161,9 @@ impl Step {
             7 => Tensor::ContextLens(range),
             8 => Tensor::HasContext(range),
             9 => Tensor::DcpLocal(DcpLocal {
-                source: *[DcpSource::SeqLens, DcpSource::ContextLens].choose(rng).unwrap(),
+                source: *[DcpSource::SeqLens, DcpSource::ContextLens]
+                    .choose(rng)
+                    .unwrap(),
                 rows: range,
             }),
             10 => Tensor::CuPageCounts(range),
@@ -150,7 +174,9 @@ impl Step {
             }),
             13 => Tensor::StateIndices(StateGather {
                 rows: self.chosen(rng, self.rows()),
-                column: *[StateColumn::First, StateColumn::LastToken].choose(rng).unwrap(),
+                column: *[StateColumn::First, StateColumn::LastToken]
+                    .choose(rng)
+                    .unwrap(),
                 width: rng.random_range(0..4),
             }),
             14 => Tensor::Rows(RowGather {
@@ -217,7 +243,9 @@ fn check(step: &Step, tensor: &Tensor, indptr: &[i32], segments: &[i32], rng: &m
     };
     let wide = Resolver::is_i64(tensor);
     let expected: Result<Vec<i64>, _> = if wide {
-        resolver.resolve_i64(tensor).map(|values| values.into_owned())
+        resolver
+            .resolve_i64(tensor)
+            .map(|values| values.into_owned())
     } else {
         let values = resolver.resolve_i32(tensor, siblings);
         values.map(|values| values.iter().map(|&value| value.into()).collect())
@@ -245,27 +273,57 @@ fn check(step: &Step, tensor: &Tensor, indptr: &[i32], segments: &[i32], rng: &m
         (expected, lowered) => panic!("{tensor:?}: resolver {expected:?}, lowering {lowered:?}"),
     };
     if len > 0 {
-        let short = Destination { room: len - 1, ..to };
+        let short = Destination {
+            room: len - 1,
+            ..to
+        };
         let mut stage = Stage::new(1 << 16, 4);
         let refused = lower_tensor(tensor, siblings, short, "a tensor", &context, &mut stage);
-        assert!(refused.is_err(), "{tensor:?} fits {} of {len} elements", len - 1);
+        assert!(
+            refused.is_err(),
+            "{tensor:?} fits {} of {len} elements",
+            len - 1
+        );
     }
     let mut slot = vec![0; slot_bytes(1 << 16, 8)];
     let mut ops = OpLists::new(8);
     let mut packer = Packer::new(&mut slot, &mut ops);
     packer.phase(Phase::First);
     // Something before it, so that its lists move.
-    packer.values_i32("before", Destination { ptr: machine.free.offset(1 << 18), room: 3, fill: 0 }, &[5]).unwrap();
+    packer
+        .values_i32(
+            "before",
+            Destination {
+                ptr: machine.free.offset(1 << 18),
+                room: 3,
+                fill: 0,
+            },
+            &[5],
+        )
+        .unwrap();
     packer.stage("a tensor", &stage).unwrap();
     let packed = packer.finish();
-    machine.run(&slot, packed, step.rows() as usize, step.common.num_actual_tokens as usize);
+    machine.run(
+        &slot,
+        packed,
+        step.rows() as usize,
+        step.common.num_actual_tokens as usize,
+    );
     expected.resize(room, -9);
     let found: Vec<i64> = if wide {
         machine.read_i64(machine.free, room)
     } else {
-        machine.read_i32(machine.free, room).into_iter().map(i64::from).collect()
+        machine
+            .read_i32(machine.free, room)
+            .into_iter()
+            .map(i64::from)
+            .collect()
     };
-    assert_eq!(found, expected, "{tensor:?} with {siblings:?} of {:?}", step.tensors);
+    assert_eq!(
+        found, expected,
+        "{tensor:?} with {siblings:?} of {:?}",
+        step.tensors
+    );
     // Nothing behind the room is touched.
     let behind = machine.free.offset(room * if wide { 8 } else { 4 });
     assert_eq!(machine.read_i32(behind, 2), [0xEEEE_EEEE_u32 as i32; 2]);
@@ -285,7 +343,10 @@ fn operations_leave_what_the_resolver_says() {
         }
     }
     // Most are well formed; some are refused.
-    assert!(had_value > CASES / 2 && had_value < CASES, "{had_value} of {CASES}");
+    assert!(
+        had_value > CASES / 2 && had_value < CASES,
+        "{had_value} of {CASES}"
+    );
 }
 
 #[test]
@@ -318,7 +379,14 @@ fn a_table_of_another_width_than_the_devices_is_refused() {
         fill: 0,
     };
     let tensor = Tensor::Input(Input::BlockTable);
-    let lowered = lower_tensor(&tensor, Siblings::NONE, to, "table", &context, &mut Stage::new(64, 4));
+    let lowered = lower_tensor(
+        &tensor,
+        Siblings::NONE,
+        to,
+        "table",
+        &context,
+        &mut Stage::new(64, 4),
+    );
     let message = lowered.unwrap_err().to_string();
     assert!(message.contains("3 columns"), "{message}");
 }

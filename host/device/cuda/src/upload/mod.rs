@@ -15,9 +15,9 @@ mod table;
 pub(crate) mod testing;
 
 pub use buffers::{StepBuffers, StepLimits, StepPtrs};
-pub use lower::{LowerContext, LowerError};
 pub(crate) use lower::lower_tensor;
-pub use pack::{Destination, PackError, Packed, Packer, Phase, Stage};
+pub use lower::{LowerContext, LowerError};
 pub(crate) use pack::Sink;
+pub use pack::{Destination, PackError, Packed, Packer, Phase, Stage};
 pub use ring::{StepMarks, UnpackStep, UploadRing, UploadSize};
 pub use table::TableMirror;

@@ -14,7 +14,9 @@ use crate::params::{SampleRow, UnpackKind, UnpackOp};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PackError {
     /// More bytes than the slot (or the stage) has.
-    #[error("{what}: {needed} bytes, but {used} of the upload's {capacity} are taken: lower max_num_seqs or max_num_batched_tokens for a step, or raise the upload's size")]
+    #[error(
+        "{what}: {needed} bytes, but {used} of the upload's {capacity} are taken: lower max_num_seqs or max_num_batched_tokens for a step, or raise the upload's size"
+    )]
     Full {
         /// What was to be appended.
         what: &'static str,
@@ -70,14 +72,24 @@ pub(crate) trait Sink {
     }
 
     /// Writes `values` (s32), and the fill after them.
-    fn values(&mut self, what: &'static str, to: Destination, values: &[i32]) -> Result<(), PackError> {
+    fn values(
+        &mut self,
+        what: &'static str,
+        to: Destination,
+        values: &[i32],
+    ) -> Result<(), PackError> {
         fits(what, values.len(), to.room)?;
         let list = self.list(what, values)?;
         self.push(what, op(UnpackKind::Values, to, values.len(), list))
     }
 
     /// Writes `values` (s64), and the fill after them.
-    fn values64(&mut self, what: &'static str, to: Destination, values: &[i64]) -> Result<(), PackError> {
+    fn values64(
+        &mut self,
+        what: &'static str,
+        to: Destination,
+        values: &[i64],
+    ) -> Result<(), PackError> {
         fits(what, values.len(), to.room)?;
         let list = self.list(what, values)?;
         self.push(what, op(UnpackKind::Values64, to, values.len(), list))
@@ -97,7 +109,7 @@ pub(crate) fn op(kind: UnpackKind, to: Destination, rows: usize, list: i64) -> U
         rows: rows as i32,
         room: to.room.min(i32::MAX as usize) as i32,
         fill: to.fill,
-        destination: to.ptr.raw(),
+        destination: to.ptr,
         list,
         ..UnpackOp::default()
     }
@@ -281,7 +293,12 @@ impl<'s> Packer<'s> {
     ///
     /// # Errors
     /// If the slot is full, or the destination smaller than the values.
-    pub fn values_i32(&mut self, what: &'static str, to: Destination, values: &[i32]) -> Result<(), PackError> {
+    pub fn values_i32(
+        &mut self,
+        what: &'static str,
+        to: Destination,
+        values: &[i32],
+    ) -> Result<(), PackError> {
         self.values(what, to, values)
     }
 
@@ -289,7 +306,12 @@ impl<'s> Packer<'s> {
     ///
     /// # Errors
     /// If the slot is full, or the destination smaller than the values.
-    pub fn values_i64(&mut self, what: &'static str, to: Destination, values: &[i64]) -> Result<(), PackError> {
+    pub fn values_i64(
+        &mut self,
+        what: &'static str,
+        to: Destination,
+        values: &[i64],
+    ) -> Result<(), PackError> {
         self.values64(what, to, values)
     }
 
@@ -310,7 +332,7 @@ impl<'s> Packer<'s> {
         self.push(
             WHAT,
             UnpackOp {
-                source: source.raw(),
+                source,
                 width: num_sources.min(i32::MAX as usize) as i32,
                 ..op(UnpackKind::FeedTokens, to, ids.len(), list)
             },
@@ -321,7 +343,12 @@ impl<'s> Packer<'s> {
     ///
     /// # Errors
     /// If the slot is full, or the destination has fewer than `rows.len()` rows.
-    pub fn sample_rows(&mut self, to: DevicePtr, room: usize, rows: &[SampleRow]) -> Result<(), PackError> {
+    pub fn sample_rows(
+        &mut self,
+        to: DevicePtr,
+        room: usize,
+        rows: &[SampleRow],
+    ) -> Result<(), PackError> {
         const WHAT: &str = "sampling rows";
         const WORDS: usize = size_of::<SampleRow>() / size_of::<i32>();
         fits(WHAT, rows.len(), room)?;
@@ -486,7 +513,10 @@ mod tests {
         assert_eq!((found[0].list, found[0].room, found[0].fill), (16, 2, -1));
         assert_eq!(slot[16..24], 7_i64.to_le_bytes());
         assert_eq!((found[1].kind, found[1].list, found[1].rows), (0, 0, 3));
-        assert_eq!((found[2].list, found[2].destination), (24, 4096));
+        assert_eq!(
+            (found[2].list, found[2].destination),
+            (24, DevicePtr::from_raw(4096))
+        );
         assert_eq!(slot[24..28], 9_i32.to_le_bytes());
     }
 
@@ -498,23 +528,38 @@ mod tests {
         let values = vec![1; 4096];
         assert!(matches!(
             packer.values_i32("many", to(4096), &values),
-            Err(PackError::Full { needed: 16384, used: 0, .. })
+            Err(PackError::Full {
+                needed: 16384,
+                used: 0,
+                ..
+            })
         ));
         assert_eq!(
             packer.values_i32("long", to(1), &[1, 2]),
-            Err(PackError::Room { what: "long", len: 2, room: 1 })
+            Err(PackError::Room {
+                what: "long",
+                len: 2,
+                room: 1
+            })
         );
         packer.values_i32("four", to(4), &[1, 2, 3, 4]).unwrap();
         assert_eq!(
             packer.values_i32("more", to(4), &[1]),
-            Err(PackError::TooManyOps { what: "more", capacity: 1 })
+            Err(PackError::TooManyOps {
+                what: "more",
+                capacity: 1
+            })
         );
         let packed = packer.finish();
         assert_eq!(packed.num_ops, 1);
         let mut stage = Stage::new(8, 1);
         assert!(matches!(
             stage.values("many", to(4), &[1, 2, 3]),
-            Err(PackError::Full { needed: 12, capacity: 8, .. })
+            Err(PackError::Full {
+                needed: 12,
+                capacity: 8,
+                ..
+            })
         ));
     }
 }

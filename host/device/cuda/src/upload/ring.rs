@@ -184,7 +184,10 @@ impl UploadRing {
         }
         // SAFETY: the device half is as large as the pinned one, and was unpacked; nothing writes the pinned half before
         // `copied` has passed, and `Drop` waits for it.
-        unsafe { self.copies.copy_to_device(slot.device, &slot.pinned, 0..packed.len) }?;
+        unsafe {
+            self.copies
+                .copy_to_device(slot.device, &slot.pinned, 0..packed.len)
+        }?;
         if let Some(marks) = marks {
             self.copies.record(&marks.copy_end)?;
         }
@@ -210,13 +213,18 @@ impl UploadRing {
     }
 }
 
-fn unpack_params(slot: DevicePtr, packed: Packed, step: UnpackStep, ptrs: &StepPtrs) -> UnpackParams {
+fn unpack_params(
+    slot: DevicePtr,
+    packed: Packed,
+    step: UnpackStep,
+    ptrs: &StepPtrs,
+) -> UnpackParams {
     UnpackParams {
-        slot: slot.raw(),
-        ops: slot.offset(packed.ops).raw(),
-        query_start_loc: ptrs.query_start_loc.raw(),
-        seq_lens: ptrs.seq_lens.raw(),
-        block_table: ptrs.block_table.raw(),
+        slot,
+        ops: slot.offset(packed.ops),
+        query_start_loc: ptrs.query_start_loc,
+        seq_lens: ptrs.seq_lens,
+        block_table: ptrs.block_table,
         block_table_stride: ptrs.limits.table_width as i64,
         num_first_ops: packed.num_first_ops as i32,
         num_ops: packed.num_ops as i32,

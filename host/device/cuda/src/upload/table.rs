@@ -69,19 +69,28 @@ impl TableMirror {
                 if known[column..] == blocks[column..] {
                     break;
                 }
-                let Some(skip) = known[column..].iter().zip(&blocks[column..]).position(|(a, b)| a != b) else {
+                let Some(skip) = known[column..]
+                    .iter()
+                    .zip(&blocks[column..])
+                    .position(|(a, b)| a != b)
+                else {
                     break;
                 };
                 column += skip;
-                let changed = known[column..].iter().zip(&blocks[column..]).take_while(|(a, b)| a != b);
+                let changed = known[column..]
+                    .iter()
+                    .zip(&blocks[column..])
+                    .take_while(|(a, b)| a != b);
                 let end = column + changed.count();
-                if end - column >= MIN_RUN || self.triples.len() + (end - column) > self.max_triples {
+                if end - column >= MIN_RUN || self.triples.len() + (end - column) > self.max_triples
+                {
                     let to = ptrs.table_run(row, column, end - column);
                     packer.values_i32(WHAT, to, &blocks[column..end])?;
                 } else {
-                    for at in column..end {
-                        self.triples.push([row as i32, at as i32, blocks[at]]);
-                    }
+                    let changed = blocks[column..end].iter().enumerate();
+                    self.triples.extend(
+                        changed.map(|(i, &block)| [row as i32, (column + i) as i32, block]),
+                    );
                 }
                 known[column..end].copy_from_slice(&blocks[column..end]);
                 column = end;
@@ -126,12 +135,15 @@ mod tests {
             let mut slot = vec![0; slot_bytes(4096, 16)];
             let mut ops = OpLists::new(16);
             let mut packer = Packer::new(&mut slot, &mut ops);
-            mirror.pack(3, |row| &rows[row], &machine.ptrs, &mut packer).unwrap();
+            mirror
+                .pack(3, |row| &rows[row], &machine.ptrs, &mut packer)
+                .unwrap();
             let packed = packer.finish();
             packed_ops.push(packed.num_ops);
             machine.run(&slot, packed, 3, 4);
             for (row, blocks) in rows.iter().enumerate() {
-                let at = DevicePtr::from_raw(machine.ptrs.block_table.raw() + (row * 40 * 4) as u64);
+                let at =
+                    DevicePtr::from_raw(machine.ptrs.block_table.raw() + (row * 40 * 4) as u64);
                 assert_eq!(machine.read_i32(at, blocks.len()), *blocks);
             }
         }
@@ -141,7 +153,9 @@ mod tests {
         let mut slot = vec![0; slot_bytes(4096, 16)];
         let mut ops = OpLists::new(16);
         let mut packer = Packer::new(&mut slot, &mut ops);
-        mirror.pack(3, |row| &steps[3][row], &machine.ptrs, &mut packer).unwrap();
+        mirror
+            .pack(3, |row| &steps[3][row], &machine.ptrs, &mut packer)
+            .unwrap();
         assert_eq!(packer.finish().num_ops, 2);
     }
 }

@@ -78,7 +78,11 @@ pub(crate) fn config(
 
 /// The host's record of a step with these tensors.
 pub(crate) fn common(tensors: &StepTensors, num_tokens: u32) -> CommonAttentionMetadata {
-    let longest_query = tensors.query_start_loc.windows(2).map(|pair| pair[1] - pair[0]).max();
+    let longest_query = tensors
+        .query_start_loc
+        .windows(2)
+        .map(|pair| pair[1] - pair[0])
+        .max();
     let longest = tensors.seq_lens.iter().copied().max().unwrap_or(0);
     GroupStep::new(
         tensors.clone(),
