@@ -73,8 +73,10 @@ pub enum BuildFault {
 )]
 #[serde(rename_all = "snake_case")]
 pub enum FaultKind {
-    /// A wasm trap: a panic, an out-of-bounds access, a division by zero, a stack overflow.
+    /// A wasm trap: a panic, an out-of-bounds access, a division by zero.
     Trap,
+    /// The wasm stack's cap was reached. How deep calls may go depends on the machine's compiled code.
+    StackDepth,
     /// The call's fuel ran out.
     Fuel,
     /// The coarse wall-clock watchdog interrupted the call.
@@ -89,12 +91,17 @@ pub enum FaultKind {
     Refused,
     /// The builder declined the batch.
     Declined,
+    /// A fresh instance built other metadata for the same call: what it builds depends on its own past.
+    NonDeterminism,
+    /// The builder's calls took more time than its budget.
+    BuildBudget,
 }
 
 impl FaultKind {
     /// Every kind.
-    pub const ALL: [FaultKind; 8] = [
+    pub const ALL: [FaultKind; 11] = [
         FaultKind::Trap,
+        FaultKind::StackDepth,
         FaultKind::Fuel,
         FaultKind::Watchdog,
         FaultKind::Memory,
@@ -102,12 +109,15 @@ impl FaultKind {
         FaultKind::Constructor,
         FaultKind::Refused,
         FaultKind::Declined,
+        FaultKind::NonDeterminism,
+        FaultKind::BuildBudget,
     ];
 
     /// The name used in metrics, records and messages.
     pub const fn name(self) -> &'static str {
         match self {
             FaultKind::Trap => "trap",
+            FaultKind::StackDepth => "stack_depth",
             FaultKind::Fuel => "fuel",
             FaultKind::Watchdog => "watchdog",
             FaultKind::Memory => "memory",
@@ -115,7 +125,18 @@ impl FaultKind {
             FaultKind::Constructor => "constructor",
             FaultKind::Refused => "refused",
             FaultKind::Declined => "declined",
+            FaultKind::NonDeterminism => "non_determinism",
+            FaultKind::BuildBudget => "build_budget",
         }
+    }
+
+    /// Is a fault of this kind a function of component, configuration and call, so that it can be made to happen again? What
+    /// depends on wall-clock time, or on how deep the machine's own code can call, is not.
+    pub const fn replays(self) -> bool {
+        !matches!(
+            self,
+            FaultKind::Watchdog | FaultKind::StackDepth | FaultKind::BuildBudget
+        )
     }
 }
 

@@ -29,6 +29,7 @@ pub struct WasmBuilder {
     family: Family,
     version: ContentHash,
     component: ContentHash,
+    calls_begun: u64,
     dead: bool,
 }
 
@@ -99,6 +100,7 @@ impl WasmBuilder {
             version: version_hash(component.hash(), config),
             component: component.hash(),
             sandbox,
+            calls_begun: 0,
             dead: false,
         })
     }
@@ -111,6 +113,11 @@ impl WasmBuilder {
     /// The hash of the component.
     pub fn component(&self) -> ContentHash {
         self.component
+    }
+
+    /// Calls that give metadata or a promise, begun so far, test builds included.
+    pub fn calls(&self) -> u64 {
+        self.calls_begun
     }
 
     /// Did a fault end this instance?
@@ -140,6 +147,7 @@ impl WasmBuilder {
                 kind: FaultKind::Watchdog,
                 message,
             })?;
+        self.calls_begun += 1;
         call(&*self.calls, &mut self.store, self.this).map_err(|error| {
             self.dead = true;
             let (kind, message) = fault::classify(&error, self.store.data(), self.sandbox.limits());

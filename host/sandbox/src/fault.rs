@@ -34,6 +34,14 @@ pub(crate) fn classify(error: &Error, state: &StoreState, limits: &Limits) -> (F
                 FaultKind::Watchdog,
                 format!("ran longer than the watchdog's {:?}", limits.watchdog),
             ),
+            Some(Trap::StackOverflow) => (
+                FaultKind::StackDepth,
+                format!(
+                    "{}: its stack has {} bytes",
+                    Trap::StackOverflow,
+                    limits.max_wasm_stack_bytes
+                ),
+            ),
             Some(trap) => (FaultKind::Trap, trap.to_string()),
             // wasm itself did not trap: its result could not be taken over.
             None => (FaultKind::LiftBound, error.root_cause().to_string()),

@@ -1,33 +1,29 @@
 //! The builder of one attention group as the engine holds it: a component that may be replaced while requests run, and the
 //! plain builder that serves whenever the component does not.
 //!
-//! A fault costs no step: the same step is built by the plain builder. Must never know: what a step's metadata means (the
-//! verifier is the caller's), how a version is prepared, or who asked for it.
+//! A fault costs no step, unless the policy says so: the same step is built by the plain builder. Must never know: what a step's
+//! metadata means (the verifier is the caller's), how a version is prepared, or who asked for it.
 
 use std::{
-    collections::VecDeque,
+    borrow::Cow,
     fmt,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering},
-    },
+    sync::{Arc, atomic::Ordering::Relaxed},
     time::Instant,
 };
 
-use arc_swap::{ArcSwap, ArcSwapOption};
-use timetable_attention::{BuildFault, FaultKind, MetadataBuilder};
+use timetable_attention::{BuildFault, FaultKind, MetadataBuilder, VerifyContext};
 use timetable_types::{
     BuilderConfig, BuilderInfo, CaptureShape, CommonAttentionMetadata, Family, LaunchPromise,
     Metadata,
 };
 
 use crate::{
-    BuilderStatus, Component, FaultRecord, GroupState, ReloadError, ReloadHandle, Sandbox,
-    VersionInfo, WasmBuilder, metrics::VersionMetrics, reload,
+    BuilderCall, Component, FaultPolicy, GroupState, OnFault, ReloadError, ReloadHandle, Sandbox,
+    WasmBuilder,
+    policy::{Standing, Verdict},
+    reload, rerun,
+    shared::{Evidence, Finding, Ready, Retired, Shared, Version},
 };
-
-/// Distinct faults that are remembered.
-const MAX_FAULT_RECORDS: usize = 32;
 
 /// A check of a new version before it goes into service, beside the built-in one (it constructs and builds small steps): for
 /// example conformance cases through the verifier. Runs on the reload thread.
@@ -45,178 +41,15 @@ pub struct GroupSetup {
     pub acceptance: Option<Acceptance>,
 }
 
-/// A version in service, or ready for it.
-pub(crate) struct Version {
-    pub(crate) info: VersionInfo,
-    pub(crate) builder: BuilderInfo,
-    pub(crate) component: Component,
-    pub(crate) config: Arc<BuilderConfig>,
-    pub(crate) metrics: VersionMetrics,
-}
-
-/// A version with instances, made off the step thread.
-pub(crate) struct Ready {
-    pub(crate) version: Arc<Version>,
-    pub(crate) instance: WasmBuilder,
-    pub(crate) spare: Option<WasmBuilder>,
-}
-
-/// A version that went out of service, with an instance if one lives.
-pub(crate) struct Retired {
-    pub(crate) version: Arc<Version>,
-    pub(crate) instance: Option<WasmBuilder>,
-    pub(crate) spare: Option<WasmBuilder>,
-}
-
-/// A place where one of step thread and reload thread leaves something for the other. The step thread never waits at it.
-pub(crate) struct Mailbox<T> {
-    full: AtomicBool,
-    slot: Mutex<Option<T>>,
-}
-
-impl<T> Mailbox<T> {
-    fn new() -> Self {
-        Mailbox {
-            full: AtomicBool::new(false),
-            slot: Mutex::new(None),
-        }
-    }
-
-    /// Leaves `value`, and returns what lay there untaken.
-    pub(crate) fn put(&self, value: T) -> Option<T> {
-        let old = lock(&self.slot).replace(value);
-        self.full.store(true, Ordering::Release);
-        old
-    }
-
-    /// For the step thread: as `put`, but gives `value` back rather than wait for somebody who is just looking.
-    fn offer(&self, value: T) -> Result<Option<T>, T> {
-        let Ok(mut slot) = self.slot.try_lock() else {
-            return Err(value);
-        };
-        let old = slot.replace(value);
-        self.full.store(true, Ordering::Release);
-        Ok(old)
-    }
-
-    /// For the reload thread: takes it back.
-    pub(crate) fn withdraw(&self) -> Option<T> {
-        self.full.store(false, Ordering::Release);
-        lock(&self.slot).take()
-    }
-
-    /// For the step thread: one load if there is nothing; if somebody is just looking at it, the next step takes it.
-    fn take(&self) -> Option<T> {
-        if !self.full.load(Ordering::Acquire) {
-            return None;
-        }
-        let mut slot = self.slot.try_lock().ok()?;
-        self.full.store(false, Ordering::Release);
-        slot.take()
-    }
-
-    pub(crate) fn peek<R>(&self, look: impl FnOnce(&T) -> R) -> Option<R> {
-        lock(&self.slot).as_ref().map(look)
-    }
-}
-
-/// No invariant of ours spans a panic while a lock is held.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// What the step thread, the reload thread and those who ask for the status share.
-pub(crate) struct Shared {
-    pub(crate) sandbox: Sandbox,
-    pub(crate) name: String,
-    pub(crate) family: Family,
-    /// What the next version is constructed with.
-    pub(crate) config: ArcSwap<BuilderConfig>,
-    pub(crate) acceptance: Option<Acceptance>,
-    pub(crate) active: ArcSwapOption<Version>,
-    pub(crate) pending: Mailbox<Ready>,
-    pub(crate) spares: Mailbox<(Arc<Version>, WasmBuilder)>,
-    /// What went out of service at the last swap, until the reload thread looks. Waking that thread would cost the step
-    /// thread several microseconds.
-    pub(crate) retired: Mailbox<Retired>,
-    pub(crate) previous: Mutex<Option<Ready>>,
-    state: AtomicU8,
-    plain_steps: AtomicU64,
-    fault_records: Mutex<VecDeque<FaultRecord>>,
-}
-
-impl Shared {
-    pub(crate) fn status(&self) -> BuilderStatus {
-        let version = self.active.load_full();
-        let metrics = version.as_ref().map(|version| &version.metrics);
-        BuilderStatus {
-            group: self.name.clone(),
-            family: self.family,
-            state: GroupState::from_u8(self.state.load(Ordering::Relaxed)),
-            active: version.as_ref().map(|version| version.info.clone()),
-            pending: self.pending.peek(|ready| ready.version.info.clone()),
-            previous: self
-                .retired
-                .peek(|retired| retired.version.info.clone())
-                .or_else(|| {
-                    lock(&self.previous)
-                        .as_ref()
-                        .map(|ready| ready.version.info.clone())
-                }),
-            steps: metrics.map_or(0, |metrics| metrics.steps.load(Ordering::Relaxed)),
-            plain_steps: self.plain_steps.load(Ordering::Relaxed),
-            build_p50_ns: metrics.and_then(|metrics| metrics.build_ns.quantile(0.5)),
-            build_p99_ns: metrics.and_then(|metrics| metrics.build_ns.quantile(0.99)),
-            splits: metrics
-                .map(|metrics| metrics.splits.get())
-                .unwrap_or_default(),
-            work_items: metrics
-                .map(|metrics| metrics.work_items.get())
-                .unwrap_or_default(),
-            faults: metrics
-                .map(|metrics| {
-                    metrics
-                        .faults()
-                        .map(|(kind, count)| (kind.name(), count))
-                        .collect()
-                })
-                .unwrap_or_default(),
-            fault_records: lock(&self.fault_records).iter().cloned().collect(),
-        }
-    }
-
-    fn note(&self, version: &Version, kind: FaultKind, message: &str) {
-        version.metrics.fault(kind);
-        let mut records = lock(&self.fault_records);
-        let same = |record: &&mut FaultRecord| {
-            record.kind == kind
-                && record.version == version.info.version
-                && record.message == message
-        };
-        if let Some(record) = records.iter_mut().find(same) {
-            record.count += 1;
-            return;
-        }
-        if records.len() == MAX_FAULT_RECORDS {
-            records.pop_front();
-        }
-        records.push_back(FaultRecord {
-            kind,
-            message: message.to_owned(),
-            version: version.info.version,
-            count: 1,
-        });
-    }
-}
-
 /// A version in service, with what the step thread owns of it.
 struct Current {
     version: Arc<Version>,
     /// None while the next instance is being prepared.
     instance: Option<WasmBuilder>,
     spare: Option<WasmBuilder>,
-    faults_in_a_row: u32,
-    suspended: bool,
+    standing: Standing,
+    /// Why it is out of service, for the steps that fail because it is.
+    last_fault: Option<BuildFault>,
 }
 
 /// The builder of one attention group (and micro-batch). Owned by the step thread.
@@ -249,28 +82,43 @@ pub struct StepMetadata {
 /// A step without metadata: its requests fail with this error, the process lives.
 #[derive(Clone, Debug, thiserror::Error)]
 pub struct StepError {
-    /// What the component did wrong in this step. None if it was not asked.
+    /// What the component did wrong in this step, or what took it out of service before. None if it was not asked.
     pub component: Option<BuildFault>,
-    /// What the plain builder did wrong.
-    pub plain: BuildFault,
+    /// What the plain builder did wrong. None: the policy leaves no step to it.
+    pub plain: Option<BuildFault>,
+    /// The policy.
+    pub policy: OnFault,
 }
 
 impl fmt::Display for StepError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "this step has no metadata: the plain builder: {}",
-            self.plain
-        )?;
-        match &self.component {
-            Some(fault) => write!(f, "; before it, the component: {fault}"),
-            None => Ok(()),
+        write!(f, "this step has no metadata: ")?;
+        match (&self.plain, &self.component) {
+            (Some(plain), None) => write!(f, "the plain builder: {plain}"),
+            (Some(plain), Some(fault)) => write!(
+                f,
+                "the plain builder: {plain}; before it, the component: {fault}"
+            ),
+            (None, Some(fault)) => write!(
+                f,
+                "the component: {fault}; its policy is {}, which leaves no step to the plain builder",
+                self.policy
+            ),
+            (None, None) => write!(
+                f,
+                "the component has no instance ready, and its policy is {}",
+                self.policy
+            ),
         }
     }
 }
 
-/// One call, made on whichever builder serves.
-type Call<'a> = &'a dyn Fn(&mut dyn MetadataBuilder) -> Result<Metadata, BuildFault>;
+/// A call's batch, and what its result is verified against, as far as the caller says so.
+#[derive(Clone, Copy)]
+struct Batch<'a> {
+    common: &'a CommonAttentionMetadata,
+    context: Option<&'a VerifyContext<'a>>,
+}
 
 impl GroupBuilder {
     /// A group that its plain builder serves until a component is loaded through `handle`.
@@ -281,22 +129,9 @@ impl GroupBuilder {
             plain,
             acceptance,
         } = setup;
+        let shared = Shared::new(sandbox, name, plain.family(), config, acceptance);
         GroupBuilder {
-            shared: Arc::new(Shared {
-                sandbox: sandbox.clone(),
-                name,
-                family: plain.family(),
-                config: ArcSwap::from_pointee(config),
-                acceptance,
-                active: ArcSwapOption::empty(),
-                pending: Mailbox::new(),
-                spares: Mailbox::new(),
-                retired: Mailbox::new(),
-                previous: Mutex::new(None),
-                state: AtomicU8::new(GroupState::Plain as u8),
-                plain_steps: AtomicU64::new(0),
-                fault_records: Mutex::new(VecDeque::new()),
-            }),
+            shared: Arc::new(shared),
             plain,
             current: None,
         }
@@ -339,7 +174,7 @@ impl GroupBuilder {
     }
 
     /// Takes a version that is ready into service, and a spare that was made. True if the version changed: `info` and launch
-    /// promises are then to be asked for again. Without news it costs two loads; a swap less than a microsecond.
+    /// promises are then to be asked for again. Without news it costs three loads; a swap less than a microsecond.
     ///
     /// `build` does this itself; call it before if the batch's order depends on `info`.
     pub fn step_boundary(&mut self) -> bool {
@@ -353,23 +188,32 @@ impl GroupBuilder {
                     if Arc::ptr_eq(&current.version, &version) && current.spare.is_none() =>
                 {
                     current.spare = Some(spare);
-                    if current.instance.is_none() && !current.suspended {
+                    if current.instance.is_none() && current.standing.out().is_none() {
                         current.instance = current.spare.take();
-                        self.set_state(GroupState::Active);
+                        self.set_state();
                         self.order_spare();
                     }
                 }
                 _ => self.bury(spare),
             }
         }
+        if let Some(Finding { version, fault }) = self.shared.findings.take()
+            && self
+                .current
+                .as_ref()
+                .is_some_and(|current| Arc::ptr_eq(&current.version, &version))
+        {
+            self.fault(&fault, None);
+        }
         false
     }
 
-    /// This step's metadata: of the component if it serves and `verify` accepts it, else of the plain builder, which `verify`
-    /// must accept as well.
+    /// This step's metadata: of the component if it serves and `verify` accepts it, else, as the policy says, of the plain
+    /// builder, which `verify` must accept as well.
     ///
     /// # Errors
-    /// If the plain builder's metadata is refused too, or it has none. The step's requests then fail; the group stays usable.
+    /// If the plain builder's metadata is refused too, it has none, or the policy does not ask it. The step's requests then
+    /// fail; the group stays usable.
     pub fn build<R: fmt::Display>(
         &mut self,
         common: &CommonAttentionMetadata,
@@ -391,8 +235,29 @@ impl GroupBuilder {
         fast_build: bool,
         verify: impl Fn(&Metadata) -> Result<(), R>,
     ) -> Result<StepMetadata, StepError> {
-        let call = |builder: &mut dyn MetadataBuilder| builder.build(common, fast_build);
-        self.serve(Some(common.num_reqs), &call, &verify)
+        let batch = Batch {
+            common,
+            context: None,
+        };
+        self.serve(&BuilderCall::Build { fast_build }, batch, &verify)
+    }
+
+    /// As `build_current`, for the batch of `context`, which is kept in the bundle of a fault: a refusal can then be replayed.
+    /// `accept` is still what decides.
+    ///
+    /// # Errors
+    /// As `build`.
+    pub fn build_in_context<R: fmt::Display>(
+        &mut self,
+        context: &VerifyContext<'_>,
+        fast_build: bool,
+        accept: impl Fn(&Metadata) -> Result<(), R>,
+    ) -> Result<StepMetadata, StepError> {
+        let batch = Batch {
+            common: context.common,
+            context: Some(context),
+        };
+        self.serve(&BuilderCall::Build { fast_build }, batch, &accept)
     }
 
     /// Metadata for capturing a CUDA graph with this batch's shape. No step boundary.
@@ -404,8 +269,11 @@ impl GroupBuilder {
         common: &CommonAttentionMetadata,
         verify: impl Fn(&Metadata) -> Result<(), R>,
     ) -> Result<StepMetadata, StepError> {
-        let call = |builder: &mut dyn MetadataBuilder| builder.build_for_cudagraph_capture(common);
-        self.serve(None, &call, &verify)
+        let batch = Batch {
+            common,
+            context: None,
+        };
+        self.serve(&BuilderCall::BuildForCudagraphCapture, batch, &verify)
     }
 
     /// Metadata for step `draft_index` of a drafter. No step boundary: all drafts of a step have one version.
@@ -418,9 +286,15 @@ impl GroupBuilder {
         draft_index: u32,
         verify: impl Fn(&Metadata) -> Result<(), R>,
     ) -> Result<StepMetadata, StepError> {
-        let call =
-            |builder: &mut dyn MetadataBuilder| builder.build_for_drafting(common, draft_index);
-        self.serve(None, &call, &verify)
+        let batch = Batch {
+            common,
+            context: None,
+        };
+        self.serve(
+            &BuilderCall::BuildForDrafting { draft_index },
+            batch,
+            &verify,
+        )
     }
 
     /// `metadata`, of an equal group, for the block table and slots that `common` describes; built anew by a builder that
@@ -434,14 +308,14 @@ impl GroupBuilder {
         common: &CommonAttentionMetadata,
         verify: impl Fn(&Metadata) -> Result<(), R>,
     ) -> Result<StepMetadata, StepError> {
-        let call = |builder: &mut dyn MetadataBuilder| {
-            if builder.info().supports_update_block_table {
-                builder.update_block_table(metadata, common)
-            } else {
-                builder.build(common, false)
-            }
+        let call = BuilderCall::UpdateBlockTable {
+            metadata: Cow::Borrowed(metadata),
         };
-        self.serve(None, &call, &verify)
+        let batch = Batch {
+            common,
+            context: None,
+        };
+        self.serve(&call, batch, &verify)
     }
 
     /// What a graph captured with `shape` may rely on, whoever builds the step that is replayed: the larger of the
@@ -451,7 +325,11 @@ impl GroupBuilder {
     /// If the plain builder has none. A component that faults here is treated as in `build`.
     pub fn launch_promise(&mut self, shape: &CaptureShape) -> Result<LaunchPromise, BuildFault> {
         let plain = self.plain.launch_promise(shape)?;
-        let Some(instance) = self.serving() else {
+        let may_serve = self
+            .current
+            .as_ref()
+            .is_some_and(|current| current.standing.may_be_called());
+        let Some(instance) = self.instance().filter(|_| may_serve) else {
             return Ok(plain);
         };
         match instance.launch_promise(shape) {
@@ -465,79 +343,174 @@ impl GroupBuilder {
                     .filter(|_| promise.uniform_query_len == plain.uniform_query_len),
             }),
             Err(fault) => {
-                self.fault(&fault);
+                let instance_calls = instance.calls();
+                let call = BuilderCall::LaunchPromise(shape.clone());
+                self.fault(
+                    &fault,
+                    Some(Evidence {
+                        call: &call,
+                        common: None,
+                        context: None,
+                        metadata: None,
+                        instance_calls,
+                    }),
+                );
                 Ok(plain)
             }
         }
     }
 
-    fn serving(&mut self) -> Option<&mut WasmBuilder> {
-        let current = self.current.as_mut().filter(|current| !current.suspended)?;
-        current.instance.as_mut()
+    fn instance(&mut self) -> Option<&mut WasmBuilder> {
+        self.current.as_mut()?.instance.as_mut()
+    }
+
+    /// A call begins. May the component be asked?
+    fn may_serve(&mut self, is_step: bool) -> bool {
+        let Some(current) = &mut self.current else {
+            return false;
+        };
+        if !is_step {
+            return current.standing.may_be_called();
+        }
+        let backing_off = current.standing.backing_off();
+        let may = current.standing.begin_step();
+        if backing_off {
+            self.shared.counts.backoff_steps.fetch_add(1, Relaxed);
+            if !current.standing.backing_off() {
+                self.set_state();
+            }
+        }
+        may
     }
 
     fn serve<R: fmt::Display>(
         &mut self,
-        step_of_rows: Option<u32>,
-        call: Call<'_>,
+        call: &BuilderCall<'_>,
+        batch: Batch<'_>,
         verify: &impl Fn(&Metadata) -> Result<(), R>,
     ) -> Result<StepMetadata, StepError> {
-        let verified = |metadata: Metadata| match verify(&metadata) {
-            Ok(()) => Ok(metadata),
-            Err(refusal) => Err(BuildFault::Fault {
-                kind: FaultKind::Refused,
-                message: refusal.to_string(),
-            }),
+        let policy = **self.shared.policy.load();
+        let is_step = call.is_step();
+        let refused = |refusal: R| BuildFault::Fault {
+            kind: FaultKind::Refused,
+            message: refusal.to_string(),
         };
 
         let mut fault = None;
-        if let Some(instance) = self.serving() {
+        if self.may_serve(is_step)
+            && let Some(current) = &mut self.current
+            && let Some(instance) = &mut current.instance
+        {
             let start = Instant::now();
-            let built = call(instance);
+            let built = call.on(instance, batch.common);
             let elapsed = start.elapsed();
-            match built.and_then(verified) {
-                Ok(metadata) => {
-                    if let Some(current) = &mut self.current {
-                        current.faults_in_a_row = 0;
-                        if let Some(rows) = step_of_rows {
-                            let nanoseconds = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
-                            current.version.metrics.step(nanoseconds, &metadata, rows);
+            let instance_calls = instance.calls();
+            let within = !is_step || current.standing.pay(elapsed, &policy.build_budget);
+            let (seen, metadata) = match built {
+                Some(Ok(metadata)) if !within => (overspent(elapsed, &policy), Some(metadata)),
+                Some(Ok(metadata)) => match verify(&metadata) {
+                    Ok(()) => {
+                        if is_step {
+                            self.served(call, &batch, &metadata, elapsed, instance_calls, &policy);
                         }
+                        return Ok(StepMetadata {
+                            metadata,
+                            built_by: BuiltBy::Component,
+                            fault: None,
+                        });
+                    }
+                    Err(refusal) => (refused(refusal), Some(metadata)),
+                },
+                Some(Err(seen)) => (seen, None),
+                None => (no_metadata(call), None),
+            };
+            self.fault(
+                &seen,
+                Some(Evidence {
+                    call,
+                    common: Some(batch.common),
+                    context: batch.context,
+                    metadata,
+                    instance_calls,
+                }),
+            );
+            fault = Some(seen);
+        }
+
+        // To decline a batch is no fault, so that no policy is asked.
+        let declined = matches!(fault, Some(BuildFault::Declined(_)));
+        if policy.on_fault != OnFault::Fallback && !declined && self.current.is_some() {
+            if is_step {
+                self.shared.counts.failed_steps.fetch_add(1, Relaxed);
+            }
+            let before = || self.current.as_ref()?.last_fault.clone();
+            return Err(StepError {
+                component: fault.or_else(before),
+                plain: None,
+                policy: policy.on_fault,
+            });
+        }
+        let plain = match call.on(&mut *self.plain, batch.common) {
+            Some(Ok(metadata)) => match verify(&metadata) {
+                Ok(()) => {
+                    if is_step {
+                        self.shared.counts.plain_steps.fetch_add(1, Relaxed);
                     }
                     return Ok(StepMetadata {
                         metadata,
-                        built_by: BuiltBy::Component,
-                        fault: None,
+                        built_by: BuiltBy::Plain,
+                        fault,
                     });
                 }
-                Err(seen) => {
-                    self.fault(&seen);
-                    fault = Some(seen);
-                }
-            }
+                Err(refusal) => refused(refusal),
+            },
+            Some(Err(plain)) => plain,
+            None => no_metadata(call),
+        };
+        if is_step {
+            self.shared.counts.failed_steps.fetch_add(1, Relaxed);
         }
+        Err(StepError {
+            component: fault,
+            plain: Some(plain),
+            policy: policy.on_fault,
+        })
+    }
 
-        match call(&mut *self.plain).and_then(verified) {
-            Ok(metadata) => {
-                if step_of_rows.is_some() {
-                    self.shared.plain_steps.fetch_add(1, Ordering::Relaxed);
-                }
-                Ok(StepMetadata {
-                    metadata,
-                    built_by: BuiltBy::Plain,
-                    fault,
-                })
-            }
-            Err(plain) => Err(StepError {
-                component: fault,
-                plain,
-            }),
+    /// After a step that the component built well.
+    fn served(
+        &self,
+        call: &BuilderCall<'_>,
+        batch: &Batch<'_>,
+        metadata: &Metadata,
+        elapsed: std::time::Duration,
+        instance_calls: u64,
+        policy: &FaultPolicy,
+    ) {
+        let Some(current) = &self.current else {
+            return;
+        };
+        let nanoseconds = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
+        let version = &current.version;
+        version
+            .metrics
+            .step(nanoseconds, metadata, batch.common.num_reqs);
+        if current.standing.is_sample(policy) {
+            rerun::order(
+                &self.shared,
+                version,
+                call,
+                batch.common,
+                metadata,
+                instance_calls,
+            );
         }
     }
 
     /// Records a fault. Any but a declined batch ends the instance: the spare takes its place, and the dead one is dropped
     /// by the reload thread.
-    fn fault(&mut self, fault: &BuildFault) {
+    fn fault(&mut self, fault: &BuildFault, evidence: Option<Evidence<'_>>) {
+        let policy = **self.shared.policy.load();
         let Some(current) = &mut self.current else {
             return;
         };
@@ -549,24 +522,27 @@ impl GroupBuilder {
         if kind == FaultKind::Declined {
             return;
         }
-        let dead = current.instance.take();
-        current.faults_in_a_row += 1;
-        if current.faults_in_a_row >= self.shared.sandbox.limits().max_consecutive_faults {
-            current.suspended = true;
-            tracing::warn!(
-                group = %self.shared.name, version = %current.version.info.version, faults = current.faults_in_a_row,
-                "builder suspended after consecutive faults; the plain builder serves until a reload or rollback"
-            );
-            self.set_state(GroupState::Suspended);
-        } else {
-            current.instance = current.spare.take();
-            let state = match current.instance {
-                Some(_) => GroupState::Active,
-                None => GroupState::Recovering,
-            };
-            self.set_state(state);
-            self.order_spare();
+        if let Some(evidence) = evidence {
+            self.shared.keep(&current.version, fault, evidence);
         }
+        let dead = current.instance.take();
+        current.last_fault = Some(fault.clone());
+        match current.standing.fault(kind, &policy) {
+            Verdict::GoOn => {
+                current.instance = current.spare.take();
+                self.order_spare();
+            }
+            Verdict::Quarantine => {
+                let faults = current.standing.recent_faults();
+                self.shared
+                    .quarantine(&current.version, kind, faults, &policy);
+            }
+            Verdict::Close => tracing::error!(
+                group = %self.shared.name, version = %current.version.info.version, %kind,
+                "the builder faulted and its policy is fail-closed: every step fails until a reload or a rollback"
+            ),
+        }
+        self.set_state();
         if let Some(dead) = dead {
             self.bury(dead);
         }
@@ -579,10 +555,10 @@ impl GroupBuilder {
             version: ready.version,
             instance: Some(ready.instance),
             spare: ready.spare,
-            faults_in_a_row: 0,
-            suspended: false,
+            standing: Standing::new(&self.shared.policy.load()),
+            last_fault: None,
         });
-        self.set_state(GroupState::Active);
+        self.set_state();
         if let Some(Current {
             version,
             instance,
@@ -610,8 +586,18 @@ impl GroupBuilder {
         }
     }
 
-    fn set_state(&self, state: GroupState) {
-        self.shared.state.store(state as u8, Ordering::Relaxed);
+    fn set_state(&self) {
+        let state = match &self.current {
+            None => GroupState::Plain,
+            Some(current) => match current.standing.out() {
+                Some(Verdict::Close) => GroupState::Closed,
+                Some(_) => GroupState::Quarantined,
+                None if current.standing.backing_off() => GroupState::BackingOff,
+                None if current.instance.is_none() => GroupState::Recovering,
+                None => GroupState::Active,
+            },
+        };
+        self.shared.state.store(state as u8, Relaxed);
     }
 
     fn bury(&self, instance: WasmBuilder) {
@@ -626,5 +612,25 @@ impl GroupBuilder {
                 .workshop()
                 .run(move || reload::refill(&shared, &version));
         }
+    }
+}
+
+#[cold]
+fn overspent(elapsed: std::time::Duration, policy: &FaultPolicy) -> BuildFault {
+    let budget = &policy.build_budget;
+    BuildFault::Fault {
+        kind: FaultKind::BuildBudget,
+        message: format!(
+            "its calls took more than its budget of {:?} a step with {:?} in reserve; the last one took {elapsed:?}",
+            budget.per_step, budget.reserve
+        ),
+    }
+}
+
+#[cold]
+fn no_metadata(call: &BuilderCall<'_>) -> BuildFault {
+    BuildFault::Fault {
+        kind: FaultKind::LiftBound,
+        message: format!("{call:?} gives no metadata"),
     }
 }

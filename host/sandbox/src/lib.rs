@@ -4,6 +4,7 @@
 //! - [`WasmBuilder`] is one instance of a component: a `MetadataBuilder`.
 //! - [`GroupBuilder`] is what an engine holds for each attention group: the version in service, a warmed spare, and the plain
 //!   builder that serves whenever the component does not. Its [`ReloadHandle`] replaces the version while requests run.
+//! - [`FaultPolicy`] says what is done about faults; a [`FaultDir`] keeps each as a [`FaultBundle`] that another machine replays.
 //! - [`StateDir`] keeps components by content, and what is active, across restarts; [`CodeCache`] keeps compiled code.
 //!
 //! The crate is useful without Timetable's engine; `examples/02_embed_sandbox.rs` shows how. It must never know what a
@@ -11,17 +12,23 @@
 
 mod abi;
 mod builder;
+mod bundle;
 mod cache;
+mod call;
 mod fault;
 mod group;
 mod limits;
 mod load;
+mod mailbox;
 pub mod measure;
 mod metrics;
 mod owned_dir;
+mod policy;
 mod probe;
 mod reload;
+mod rerun;
 mod sandbox;
+mod shared;
 mod state_dir;
 mod status;
 mod version;
@@ -29,12 +36,18 @@ mod watchdog;
 mod workshop;
 
 pub use builder::WasmBuilder;
+pub use bundle::{
+    Again, BundleError, BundleFigures, BundleLimits, FaultBundle, FaultDir, FaultHeader,
+    MAX_BUNDLE_BYTES, Outcome, Replay, ReplayError, SeenFault, StepRecord, WrittenBy,
+};
 pub use cache::CodeCache;
+pub use call::BuilderCall;
 pub use group::{Acceptance, BuiltBy, GroupBuilder, GroupSetup, StepError, StepMetadata};
 pub use limits::Limits;
 pub use load::{Component, LoadError};
 pub use metrics::{LatencyHistogram, RunningSummary, Summary, chosen};
 pub use owned_dir::DirError;
+pub use policy::{BuildBudget, FaultPolicy, OnFault};
 pub use probe::probe_steps;
 pub use reload::{ReloadError, ReloadHandle, version_of};
 pub use sandbox::{Sandbox, SandboxError};

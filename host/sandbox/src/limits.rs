@@ -4,11 +4,14 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 const KIB: usize = 1024;
 const MIB: usize = 1024 * KIB;
 
 /// Bounds on components. The defaults are those of the design; each field says unit, default and cost.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Limits {
     /// Live instances at once, in all groups. Unit: instances. Default: 64.
     ///
@@ -60,10 +63,6 @@ pub struct Limits {
     pub max_component_bytes: usize,
     /// Elements of one wasm table. Default: 4,096.
     pub max_table_elements: usize,
-    /// Consecutive faults after which a builder is left alone until the next reload or rollback. Default: 8.
-    ///
-    /// Each of these steps costs the faulty call, a recovery off the step thread (about 50 µs) and the plain build.
-    pub max_consecutive_faults: u32,
 }
 
 impl Default for Limits {
@@ -83,7 +82,6 @@ impl Default for Limits {
             max_wasm_stack_bytes: 256 * KIB,
             max_component_bytes: 16 * MIB,
             max_table_elements: 4096,
-            max_consecutive_faults: 8,
         }
     }
 }

@@ -31,6 +31,8 @@ pub(crate) struct Inner {
     pub(crate) exports: Exports,
     pub(crate) family: Family,
     hash: ContentHash,
+    /// As they were given: a fault bundle holds them.
+    bytes: Box<[u8]>,
 }
 
 /// Why a component is refused. Each message says what, with the value, and what to do.
@@ -210,6 +212,7 @@ impl Component {
                 exports,
                 family,
                 hash: ContentHash::of(bytes),
+                bytes: bytes.into(),
             }),
         })
     }
@@ -222,6 +225,11 @@ impl Component {
     /// The hash of its bytes.
     pub fn hash(&self) -> ContentHash {
         self.inner.hash
+    }
+
+    /// Its bytes, as they were loaded.
+    pub fn bytes(&self) -> &[u8] {
+        &self.inner.bytes
     }
 
     /// The sandbox that it was loaded into.

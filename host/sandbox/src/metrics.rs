@@ -2,7 +2,10 @@
 //!
 //! Atomics only; nothing is allocated, locked or formatted when a number is recorded. Must never know what is counted.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::{
+    collections::BTreeMap,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 use serde::Serialize;
 use timetable_attention::FaultKind;
@@ -125,22 +128,29 @@ pub(crate) struct VersionMetrics {
     pub(crate) build_ns: LatencyHistogram,
     pub(crate) splits: RunningSummary,
     pub(crate) work_items: RunningSummary,
-    faults: [AtomicU64; FaultKind::ALL.len()],
+    pub(crate) faults: FaultCounts,
 }
 
-impl VersionMetrics {
-    pub(crate) fn fault(&self, kind: FaultKind) {
-        self.faults[kind as usize].fetch_add(1, Relaxed);
+/// Faults by kind.
+#[derive(Default)]
+pub(crate) struct FaultCounts([AtomicU64; FaultKind::ALL.len()]);
+
+impl FaultCounts {
+    pub(crate) fn add(&self, kind: FaultKind) {
+        self.0[kind as usize].fetch_add(1, Relaxed);
     }
 
     /// Kinds that occurred, with their counts.
-    pub(crate) fn faults(&self) -> impl Iterator<Item = (FaultKind, u64)> {
+    pub(crate) fn by_name(&self) -> BTreeMap<&'static str, u64> {
         FaultKind::ALL
             .into_iter()
-            .map(|kind| (kind, self.faults[kind as usize].load(Relaxed)))
+            .map(|kind| (kind.name(), self.0[kind as usize].load(Relaxed)))
             .filter(|(_, count)| *count > 0)
+            .collect()
     }
+}
 
+impl VersionMetrics {
     pub(crate) fn step(&self, nanoseconds: u64, metadata: &Metadata, rows: u32) {
         self.steps.fetch_add(1, Relaxed);
         self.build_ns.record(nanoseconds);

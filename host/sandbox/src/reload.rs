@@ -3,16 +3,22 @@
 //!
 //! Must never know: the step thread's own state. It leaves things in mailboxes.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering::Relaxed},
+};
 
 use timetable_attention::{BuildFault, MetadataBuilder};
 use timetable_types::{BuilderConfig, Family};
 
 use crate::{
-    BuilderStatus, Component, ContentHash, LoadError, VersionInfo, WasmBuilder,
-    group::{Ready, Retired, Shared, Version, lock},
+    BuilderCall, BuilderStatus, Component, ContentHash, FaultPolicy, LoadError, VersionInfo,
+    WasmBuilder,
+    bundle::SeenFault,
+    mailbox::lock,
     metrics::VersionMetrics,
     probe,
+    shared::{Case, Ready, Retired, Shared, Version, bundle},
 };
 
 /// Why a version does not go into service. The one that served goes on serving.
@@ -61,6 +67,14 @@ pub enum ReloadError {
     /// Nothing to configure.
     #[error("group `{0}` has no component; reload one first")]
     NoComponent(String),
+    /// A fault policy that makes no sense.
+    #[error("fault policy of group `{group}`: {problem}")]
+    Policy {
+        /// The group.
+        group: String,
+        /// The field, its value, and what to give.
+        problem: String,
+    },
     /// The reload thread ended in the middle of it.
     #[error(
         "the reload of group `{0}` was given up: its thread failed; see the log, and try again"
@@ -154,6 +168,28 @@ impl ReloadHandle {
         })
     }
 
+    /// What is done about faults from the next one on. What was counted so far stays.
+    ///
+    /// # Errors
+    /// If a number makes no sense; the policy in force stays.
+    pub fn set_policy(&self, policy: FaultPolicy) -> Result<(), ReloadError> {
+        match policy.problem() {
+            Some(problem) => Err(ReloadError::Policy {
+                group: self.shared.name.clone(),
+                problem,
+            }),
+            None => {
+                self.shared.policy.store(Arc::new(policy));
+                Ok(())
+            }
+        }
+    }
+
+    /// What is done about faults.
+    pub fn policy(&self) -> FaultPolicy {
+        **self.shared.policy.load()
+    }
+
     /// What the group's builder is doing.
     pub fn status(&self) -> BuilderStatus {
         self.shared.status()
@@ -225,6 +261,7 @@ pub(crate) fn prepare(
         component: component.clone(),
         config: config.clone(),
         metrics: VersionMetrics::default(),
+        quarantined: AtomicBool::new(false),
     };
     Ok(Ready {
         version: Arc::new(version),
@@ -239,11 +276,13 @@ fn make(
     config: &BuilderConfig,
 ) -> Result<WasmBuilder, ReloadError> {
     let group = || shared.name.clone();
-    let mut instance =
-        WasmBuilder::new(component, config).map_err(|fault| ReloadError::Construct {
+    let mut instance = WasmBuilder::new(component, config).map_err(|fault| {
+        keep_unborn(shared, component, config, &fault);
+        ReloadError::Construct {
             group: group(),
             fault,
-        })?;
+        }
+    })?;
     probe::run(&mut instance, config).map_err(|fault| ReloadError::TestBuild {
         group: group(),
         fault,
@@ -251,21 +290,72 @@ fn make(
     Ok(instance)
 }
 
+/// Keeps a builder that was never constructed as a bundle, if there is a directory for bundles.
+fn keep_unborn(shared: &Shared, component: &Component, config: &BuilderConfig, fault: &BuildFault) {
+    let Some(bundles) = shared.sandbox.bundles() else {
+        return;
+    };
+    let fault = SeenFault::of(fault);
+    let info = VersionInfo {
+        version: crate::version::version_hash(component.hash(), config),
+        component: component.hash(),
+        family: component.family(),
+        name: String::new(),
+        origin: String::new(),
+    };
+    if !bundles.admit(info.version, fault.kind) {
+        return;
+    }
+    let case = Case {
+        fault,
+        call: BuilderCall::Create,
+        instance_calls: 0,
+        common: None,
+        step: None,
+        metadata: None,
+        again: None,
+    };
+    bundles.write(bundle(&info, component, config, shared.name.clone(), case));
+}
+
+/// After a quarantine: the version before takes over at the next step boundary, unless it was quarantined itself, or somebody
+/// has already chosen another.
+pub(crate) fn return_to_last_good(shared: &Shared, quarantined: &Arc<Version>) {
+    if !shared.in_service(quarantined) || shared.pending.peek(|_| ()).is_some() {
+        return;
+    }
+    if let Some(retired) = shared.retired.withdraw() {
+        retire(shared, retired);
+    }
+    let good = lock(&shared.previous).take_if(|ready| !ready.version.quarantined.load(Relaxed));
+    let Some(mut ready) = good else {
+        tracing::warn!(
+            group = %shared.name,
+            "there is no good version to return to; its policy decides what serves until a reload or a rollback"
+        );
+        return;
+    };
+    ready.spare = make(shared, &ready.version.component, &ready.version.config).ok();
+    tracing::warn!(group = %shared.name, version = %ready.version.info.version, "returning to the last good version");
+    shared.counts.returns.fetch_add(1, Relaxed);
+    drop(shared.pending.put(ready));
+}
+
 /// After a fault: a new spare, unless the version has gone out of service.
 pub(crate) fn refill(shared: &Shared, version: &Arc<Version>) {
-    let in_service = || {
-        shared
-            .active
-            .load()
-            .as_ref()
-            .is_some_and(|active| Arc::ptr_eq(active, version))
-    };
-    if !in_service() {
+    if !shared.in_service(version) {
         return;
     }
     match make(shared, &version.component, &version.config) {
         Ok(spare) => drop(shared.spares.put((version.clone(), spare))),
         Err(error) => {
+            if let ReloadError::Construct {
+                fault: BuildFault::Fault { kind, message },
+                ..
+            } = &error
+            {
+                shared.note(version, *kind, message);
+            }
             tracing::warn!(group = %shared.name, version = %version.info.version, "no spare instance: {error}");
         }
     }

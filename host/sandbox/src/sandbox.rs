@@ -4,12 +4,16 @@
 
 use std::sync::Arc;
 
+use arc_swap::ArcSwapOption;
 use wasmtime::{
     Config, Engine, InstanceAllocationStrategy, OptLevel, PoolingAllocationConfig, ResourceLimiter,
     Store, Strategy,
 };
 
-use crate::{CodeCache, Component, Limits, LoadError, Watchdog, workshop::Workshop};
+use crate::{
+    BundleFigures, CodeCache, Component, FaultDir, Limits, LoadError, Watchdog,
+    bundle::BundleWriter, workshop::Workshop,
+};
 
 /// One wasmtime engine with its limits, watchdog and code cache. Cheap to clone; all clones are the same sandbox.
 #[derive(Clone)]
@@ -22,6 +26,7 @@ pub(crate) struct Shared {
     pub(crate) limits: Limits,
     pub(crate) watchdog: Watchdog,
     pub(crate) cache: Option<CodeCache>,
+    bundles: ArcSwapOption<BundleWriter>,
     workshop: Workshop,
 }
 
@@ -60,8 +65,8 @@ impl Sandbox {
         }
         let engine = Engine::new(&engine_config(&limits))
             .map_err(|error| SandboxError::Engine(format!("{error:#}")))?;
-        let watchdog =
-            Watchdog::start(engine.clone(), limits.watchdog_tick).map_err(SandboxError::Thread)?;
+        let watchdog = Watchdog::start(engine.clone(), limits.watchdog_tick, limits.watchdog)
+            .map_err(SandboxError::Thread)?;
         let workshop = Workshop::start().map_err(SandboxError::Thread)?;
         Ok(Sandbox {
             shared: Arc::new(Shared {
@@ -69,6 +74,7 @@ impl Sandbox {
                 limits,
                 watchdog,
                 cache,
+                bundles: ArcSwapOption::empty(),
                 workshop,
             }),
         })
@@ -79,6 +85,22 @@ impl Sandbox {
     /// Takes 15–40 ms for a reference builder; never call it on the step thread.
     pub fn load(&self, bytes: &[u8]) -> Result<Component, LoadError> {
         Component::load(self, bytes)
+    }
+
+    /// From here on, faults of every group are kept as bundles in `dir`.
+    pub fn keep_faults_in(&self, dir: FaultDir) {
+        self.shared
+            .bundles
+            .store(Some(Arc::new(BundleWriter::new(dir))));
+    }
+
+    /// What became of fault bundles so far. None: faults are not kept.
+    pub fn bundle_figures(&self) -> Option<BundleFigures> {
+        self.bundles().map(|bundles| bundles.figures())
+    }
+
+    pub(crate) fn bundles(&self) -> Option<Arc<BundleWriter>> {
+        self.shared.bundles.load_full()
     }
 
     /// The limits in force.

@@ -8,7 +8,7 @@ use serde::Serialize;
 use timetable_attention::FaultKind;
 use timetable_types::Family;
 
-use crate::{ContentHash, Summary, VersionInfo};
+use crate::{BundleFigures, ContentHash, FaultPolicy, Summary, VersionInfo};
 
 /// Which builder serves a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -19,10 +19,14 @@ pub enum GroupState {
     Plain = 0,
     /// The component serves.
     Active = 1,
-    /// The component's instance died and the next is being prepared; the plain builder serves.
+    /// The component's instance died and the next is being prepared; the policy decides what serves.
     Recovering = 2,
-    /// Too many faults in a row: the plain builder serves until the next reload or rollback.
-    Suspended = 3,
+    /// Too many faults, or one that is not forgiven: it is not called until the next reload or rollback.
+    Quarantined = 3,
+    /// It faulted and is left out for some steps.
+    BackingOff = 4,
+    /// It faulted and its policy is fail-closed: every step fails until a reload or a rollback.
+    Closed = 5,
 }
 
 impl GroupState {
@@ -30,7 +34,9 @@ impl GroupState {
         match value {
             1 => GroupState::Active,
             2 => GroupState::Recovering,
-            3 => GroupState::Suspended,
+            3 => GroupState::Quarantined,
+            4 => GroupState::BackingOff,
+            5 => GroupState::Closed,
             _ => GroupState::Plain,
         }
     }
@@ -41,7 +47,9 @@ impl GroupState {
             GroupState::Plain => "plain",
             GroupState::Active => "active",
             GroupState::Recovering => "recovering",
-            GroupState::Suspended => "suspended",
+            GroupState::Quarantined => "quarantined",
+            GroupState::BackingOff => "backing_off",
+            GroupState::Closed => "closed",
         }
     }
 }
@@ -74,6 +82,8 @@ pub struct BuilderStatus {
     pub family: Family,
     /// Which builder serves.
     pub state: GroupState,
+    /// What is done about faults.
+    pub policy: FaultPolicy,
     /// The version in service. None: the plain builder.
     pub active: Option<VersionInfo>,
     /// The version that takes over at the next step boundary.
@@ -84,6 +94,16 @@ pub struct BuilderStatus {
     pub steps: u64,
     /// Steps that the plain builder built, in all.
     pub plain_steps: u64,
+    /// Steps that failed, in all: nobody had acceptable metadata, or the policy left none to the plain builder.
+    pub failed_steps: u64,
+    /// Steps in which the component was left out after faults, in all.
+    pub backoff_steps: u64,
+    /// How often a version was quarantined.
+    pub quarantines: u64,
+    /// How often the last good version took over by itself.
+    pub returns: u64,
+    /// Sampled steps that were built again by a fresh instance.
+    pub reruns: u64,
     /// Median time of a build, in nanoseconds, verification not included. None before the first.
     pub build_p50_ns: Option<u64>,
     /// 99th percentile of it.
@@ -94,6 +114,14 @@ pub struct BuilderStatus {
     pub work_items: Summary,
     /// Faults of the version in service, by kind.
     pub faults: BTreeMap<&'static str, u64>,
+    /// Faults of all versions, by kind.
+    pub all_faults: BTreeMap<&'static str, u64>,
     /// The last distinct faults of any version, oldest first.
     pub fault_records: Vec<FaultRecord>,
+    /// Fault bundles of the whole sandbox.
+    pub bundles: BundleFigures,
+    /// Ticker threads of the sandbox's watchdog that were dead or stuck, and replaced.
+    pub watchdog_restarts: u64,
+    /// How many of them were stuck.
+    pub watchdog_stalls: u64,
 }

@@ -107,7 +107,11 @@ fn traps() {
     trap(Act::Unreachable, "unreachable");
     trap(Act::DivideByZero, "integer divide by zero");
     trap(Act::OutOfBounds, "out of bounds memory access");
-    trap(Act::StackOverflow, "call stack exhausted");
+    let deep = Guest {
+        build: Act::StackOverflow,
+        ..Guest::default()
+    };
+    dies(&deep, FaultKind::StackDepth, "call stack exhausted");
 }
 
 #[test]

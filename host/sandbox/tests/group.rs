@@ -14,7 +14,7 @@ use std::{
 use support::{Act, Answer, Guest, Plain, config, decodes, sandbox};
 use timetable_attention::{BuildFault, FaultKind};
 use timetable_sandbox::{
-    BuiltBy, GroupBuilder, GroupSetup, GroupState, Limits, ReloadError, ReloadHandle, Sandbox,
+    BuiltBy, FaultPolicy, GroupBuilder, GroupSetup, GroupState, ReloadError, ReloadHandle, Sandbox,
     StepMetadata,
 };
 use timetable_types::*;
@@ -51,6 +51,15 @@ fn group_in(sandbox: &Sandbox, bytes: &[u8]) -> (GroupBuilder, ReloadHandle) {
     let group = GroupBuilder::new(sandbox, setup(), &component, "test").unwrap();
     let handle = group.handle();
     (group, handle)
+}
+
+/// The next instance is called in the next step, whatever happened before.
+fn without_back_off(handle: &ReloadHandle) {
+    let policy = FaultPolicy {
+        max_backoff_steps: 0,
+        ..FaultPolicy::default()
+    };
+    handle.set_policy(policy).expect("a policy");
 }
 
 fn accept(_: &Metadata) -> Result<(), String> {
@@ -300,6 +309,7 @@ fn a_fault_costs_no_step_and_the_spare_takes_over() {
 fn field_case_25_a_new_instance_is_prepared_off_the_step_thread() {
     let sandbox = sandbox();
     let (mut group, handle) = group_in(&sandbox, &third_call(Act::Unreachable));
+    without_back_off(&handle);
     step(&mut group); // the first instance dies, the spare takes over
     step(&mut group); // the spare dies, unless the next was ready
     until(&mut group, |group| {
@@ -315,6 +325,7 @@ fn field_case_25_a_new_instance_is_prepared_off_the_step_thread() {
 fn a_refused_result_is_a_fault_and_the_plain_builder_is_verified_too() {
     let sandbox = sandbox();
     let (mut group, handle) = group_in(&sandbox, &splits(9));
+    without_back_off(&handle);
     let at_most = |most: u32| {
         move |metadata: &Metadata| match metadata {
             Metadata::FlashAttn(m) if m.schedule.max_num_splits <= most => Ok(()),
@@ -376,16 +387,17 @@ fn a_declined_batch_is_built_by_the_plain_builder_and_the_instance_lives() {
 
 #[test]
 fn a_builder_that_always_faults_is_left_alone_until_a_reload() {
-    let sandbox = Sandbox::new(Limits {
-        max_consecutive_faults: 3,
-        ..Limits::default()
-    })
-    .unwrap();
+    let sandbox = sandbox();
     let (mut group, handle) = group_in(&sandbox, &third_call(Act::Unreachable));
+    let policy = FaultPolicy {
+        quarantine_faults: 3,
+        ..FaultPolicy::default()
+    };
+    handle.set_policy(policy).unwrap();
     let mut faults = 0;
     until(&mut group, |group| {
         faults += u32::from(step(group).fault.is_some());
-        group.handle().status().state == GroupState::Suspended
+        group.handle().status().state == GroupState::Quarantined
     });
     assert_eq!(faults, 3);
     for _ in 0..10 {
@@ -398,7 +410,7 @@ fn a_builder_that_always_faults_is_left_alone_until_a_reload() {
     let status = handle.status();
     assert_eq!(
         (status.state, status.faults["trap"]),
-        (GroupState::Suspended, 3)
+        (GroupState::Quarantined, 3)
     );
 
     handle.reload(&splits(2), "mended").unwrap();
