@@ -332,7 +332,7 @@ impl StepBuilder {
         let mut lap = Lap::start();
         let built = match self {
             StepBuilder::Sandboxed(builder) => builder
-                .build_current(context.common, false, accept)
+                .build_in_context(context, false, accept)
                 .map(|built| built.fault.is_some())
                 .map_err(|error| error.to_string()),
             StepBuilder::Native { builder, plain } => {
