@@ -114,6 +114,7 @@ pub fn run_task(arguments: &[String]) -> Result<()> {
 
 /// How the bundle's programs are built.
 struct Build {
+    cpu: Option<String>,
     target: PathBuf,
     environment: Vec<(&'static str, String)>,
 }
@@ -124,6 +125,7 @@ impl Build {
     fn new(cpu: Option<&str>, kernels: &Path) -> Self {
         let Some(cpu) = cpu else {
             return Self {
+                cpu: None,
                 target: target_dir(),
                 environment: Vec::new(),
             };
@@ -138,6 +140,7 @@ impl Build {
             ),
         ];
         Self {
+            cpu: Some(cpu.to_owned()),
             target,
             environment,
         }
@@ -161,7 +164,7 @@ impl Build {
         self.target.join("release/timetable")
     }
 
-    /// Builds the integration tests whose names begin with `cuda`; their names and programs.
+    /// Builds the integration tests that need a GPU; their names and programs.
     fn tests(&self) -> Result<Vec<(String, PathBuf)>> {
         let metadata = output(
             &cargo_program(),
@@ -169,48 +172,52 @@ impl Build {
         )?;
         let metadata: serde_json::Value =
             serde_json::from_str(&metadata).context("cargo metadata printed no JSON")?;
-        if gpu_tests(&metadata).is_empty() {
+        let names = gpu_tests(&metadata);
+        if names.is_empty() {
             return Ok(Vec::new());
         }
-        let messages = output_with(
-            &cargo_program(),
-            &[
-                "test",
-                "--release",
-                "--workspace",
-                "--no-run",
-                "--message-format",
-                "json-render-diagnostics",
-                "--test",
-                "cuda*",
-            ],
-            &self.environment(),
-        )?;
-        Ok(messages.lines().filter_map(built_test).collect())
+        let mut arguments = vec![
+            "test",
+            "--release",
+            "--workspace",
+            "--no-run",
+            "--message-format",
+            "json-render-diagnostics",
+        ];
+        for name in &names {
+            arguments.extend(["--test", name]);
+        }
+        let messages = output_with(&cargo_program(), &arguments, &self.environment())?;
+        Ok(messages
+            .lines()
+            .filter_map(|line| built_test(line, &names))
+            .collect())
     }
 }
 
-/// Names of the integration tests in `cargo metadata` that need a GPU.
+/// Names of the integration tests in `cargo metadata` that need a GPU: the device's own, and those named after it.
 fn gpu_tests(metadata: &serde_json::Value) -> Vec<&str> {
-    let targets = metadata["packages"]
-        .as_array()
-        .into_iter()
-        .flatten()
-        .flat_map(|package| package["targets"].as_array().into_iter().flatten());
-    targets
-        .filter(|target| target["kind"][0] == "test")
-        .filter_map(|target| target["name"].as_str())
-        .filter(|name| name.starts_with("cuda"))
-        .collect()
+    let packages = metadata["packages"].as_array().into_iter().flatten();
+    let mut names = Vec::new();
+    for package in packages {
+        let own = package["name"] == "timetable-device-cuda";
+        for target in package["targets"].as_array().into_iter().flatten() {
+            let name = target["name"].as_str().unwrap_or_default();
+            if target["kind"][0] == "test" && (own || name.starts_with("cuda")) {
+                names.push(name);
+            }
+        }
+    }
+    names
 }
 
 /// Name and program of the test that a line of cargo's messages says was built.
-fn built_test(line: &str) -> Option<(String, PathBuf)> {
+fn built_test(line: &str, names: &[&str]) -> Option<(String, PathBuf)> {
     let message: serde_json::Value = serde_json::from_str(line).ok()?;
     let target = &message["target"];
     let name = target["name"].as_str()?;
     let program = message["executable"].as_str()?;
-    (target["kind"][0] == "test" && name.starts_with("cuda"))
+    (target["kind"][0] == "test" && names.contains(&name))
         .then(|| (name.to_owned(), PathBuf::from(program)))
 }
 
@@ -241,7 +248,10 @@ fn fill(to: &Path, build: &Build, tests: &[(String, PathBuf)]) -> Result<u64> {
     }
     copy(&crate::root().join("LICENSE"), &to.join("LICENSE"))?;
     let library = output("getconf", &["GNU_LIBC_VERSION"])?;
-    write(&to.join("README.txt"), &readme(library.trim()))?;
+    write(
+        &to.join("README.txt"),
+        &readme(build.cpu.as_deref().unwrap_or("x86-64"), library.trim()),
+    )?;
     write(&to.join("run.sh"), RUN)?;
     make_executable(&to.join("run.sh"))?;
     let files = files(to)?;
@@ -317,12 +327,12 @@ for test in tests/*; do
 done
 "#;
 
-fn readme(library: &str) -> String {
+fn readme(cpu: &str, library: &str) -> String {
     format!(
         "Timetable on a GPU machine
 
-Needs: x86-64 Linux with {library} or later (Ubuntu 24.04 has 2.39) and libstdc++, an NVIDIA driver that serves CUDA 13.0
-(580 or later), and cuBLASLt 13: the system's, that of Python's nvidia packages (nvidia-cublas, which PyTorch for CUDA 13
+Needs: Linux on {cpu} with {library} or later (Ubuntu 24.04 has 2.39) and libstdc++, an NVIDIA driver that serves CUDA
+13.0 (580 or later), and cuBLASLt 13: the system's, that of Python's nvidia packages (nvidia-cublas, which PyTorch for CUDA 13
 brings along), or that of the directories in TIMETABLE_CUDA_LIBRARY_PATH. Nothing is compiled or installed.
 
   ./run.sh                                     check the files, then every kernel against the CPU
@@ -373,26 +383,30 @@ mod tests {
     }
 
     #[test]
-    fn only_integration_tests_named_after_the_device_are_taken() {
+    fn the_devices_own_integration_tests_and_those_named_after_it_are_taken() {
         let metadata = serde_json::json!({"packages": [
-            {"targets": [
-                {"kind": ["lib"], "name": "cuda_lib"},
+            {"name": "timetable-device-cuda", "targets": [
+                {"kind": ["lib"], "name": "timetable_device_cuda"},
+                {"kind": ["test"], "name": "driver"},
+            ]},
+            {"name": "timetable-tests", "targets": [
                 {"kind": ["test"], "name": "cuda_graphs"},
                 {"kind": ["test"], "name": "engine"},
             ]},
-            {"targets": []},
         ]});
-        assert_eq!(gpu_tests(&metadata), ["cuda_graphs"]);
+        let names = gpu_tests(&metadata);
+        assert_eq!(names, ["driver", "cuda_graphs"]);
         let line = |kind: &str, name: &str| {
             serde_json::json!({"reason": "compiler-artifact", "target": {"kind": [kind], "name": name},
-                "executable": "/x/cuda_graphs-1"})
+                "executable": "/x/driver-1"})
             .to_string()
         };
         assert_eq!(
-            built_test(&line("test", "cuda_graphs")),
-            Some(("cuda_graphs".to_owned(), PathBuf::from("/x/cuda_graphs-1")))
+            built_test(&line("test", "driver"), &names),
+            Some(("driver".to_owned(), PathBuf::from("/x/driver-1")))
         );
-        assert_eq!(built_test(&line("bin", "cuda_graphs")), None);
-        assert_eq!(built_test("not JSON"), None);
+        assert_eq!(built_test(&line("bin", "driver"), &names), None);
+        assert_eq!(built_test(&line("test", "engine"), &names), None);
+        assert_eq!(built_test("not JSON", &names), None);
     }
 }
