@@ -8,7 +8,8 @@
 // first, as the nucleus was taken.
 //
 // Sums are of integers, weights as multiples of 2^-shift: no order of additions changes a result, so two runs are equal.
-// Nothing is sorted: a sum is searched digit by digit of the order's key, by a histogram over the row for each.
+// Nothing is sorted: a sum is searched digit by digit of the order's key, by a histogram for each. The first digit leaves few
+// tokens that still matter, as a rule: if they fit, they are listed in shared memory, in any order, and the row is read no more.
 #include "common.cuh"
 
 namespace {
@@ -18,16 +19,22 @@ using u64 = unsigned long long;
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBins = 2 * kThreads;
+constexpr int kListed = 3072;
 constexpr int kNone = 0x7fffffff;
 
 struct Shared {
     unsigned low[kBins], high[kBins];  // a histogram's weights
+    int listed_ids[kListed];
+    float listed[kListed];
+    int num_listed;
     u64 sums[kWarps];
     float best[kWarps];
     int ids[kWarps];
     u64 above, equal;
     int found;
 };
+// One block's; at namespace scope, so that functions that are not inlined need not be told.
+__shared__ Shared shared;
 
 __device__ u64 warp_sum(u64 x) {
     for (int mask = 16; mask > 0; mask >>= 1) {
@@ -50,15 +57,47 @@ __device__ unsigned order_of(float x) {
     return bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
 }
 
-// Where a search by key ended: the key, the weight of all larger keys, how far into the weight of those with this key the
-// target lies, and that weight.
+// What tokens are ordered by: IEEE's total order of their logits, their weights, or, lowest first, their ids.
+enum Order { NOTHING, LOGIT, WEIGHT, ID };
+
+// What a search adds up, over which tokens, in which order.
+struct Sum {
+    Order order;    // largest key first
+    bool weighted;  // weights; else 1 for each token
+    Order only;     // only tokens whose key of this order is `only_key`
+    unsigned only_key;
+};
+
+// Where to stop, as a function of the whole sum: at the token at which the running sum exceeds the target.
+struct Target {
+    enum { AT, SHARE, REACH } kind;
+    u64 at;       // AT: this
+    double part;  // SHARE: this part of the whole, REACH: where the sum has reached this part of it
+
+    __device__ u64 of(u64 total) const {
+        if (kind == AT) {
+            return at;
+        }
+        const double target = part * static_cast<double>(total);
+        if (kind == SHARE) {
+            const u64 sum = target > 0.0 ? __double2ull_rd(target) : 0;
+            return sum < total || total == 0 ? sum : total - 1;
+        }
+        const u64 sum = target > 1.0 ? __double2ull_ru(target) : 1;
+        return (sum < total ? sum : total) - 1;
+    }
+};
+
+// Where a search ended: the key, the sum over all larger keys, how far into the sum over tokens with this key the target
+// lies, and that sum. Not `good`: the target is not below the whole sum.
 struct Found {
+    bool good;
     unsigned key;
     u64 above, left, equal;
+    int num_listed;
 };
 
 struct Row {
-    Shared &shared;
     const float *logits;
     int vocabulary;
     float best, temperature;
@@ -67,6 +106,38 @@ struct Row {
     // The candidates: larger than this in order, or equal to it with an id of at most the last.
     unsigned least;
     int last;
+    // Tokens listed; 0: the row's own logits are to be read.
+    int num_listed;
+
+    // Within [0, 1]. An infinite best leaves only itself: infinity less infinity is not a number.
+    __device__ __forceinline__ float weight(float x) const {
+        if (x == best) {
+            return 1.0f;
+        }
+        float w = x >= negligible ? expf((x - best) / temperature) : 0.0f;
+        return w > 0.0f ? w : 0.0f;
+    }
+    __device__ __forceinline__ u64 fixed(float w) const { return __float2ull_rn(w * one); }
+    // What a weight's key of order WEIGHT stands for.
+    __device__ __forceinline__ u64 fixed_of_key(unsigned key) const { return fixed(__uint_as_float(key >> 2)); }
+
+    // A token's part of the sum, 0 for one that is none of its; and its key.
+    __device__ __forceinline__ u64 measure(const Sum &sum, int id, float x, unsigned &key) const {
+        const unsigned order = order_of(x);
+        if (isnan(x) || order < least || (order == least && id > last)) {
+            return 0;
+        }
+        float w = 0.0f;
+        if (sum.weighted || sum.only == WEIGHT) {
+            w = weight(x);
+        }
+        const unsigned likely = __float_as_uint(w) << 2;
+        if (sum.only != NOTHING && (sum.only == LOGIT ? order : likely) != sum.only_key) {
+            return 0;
+        }
+        key = sum.order == LOGIT ? order : sum.order == WEIGHT ? likely : ~static_cast<unsigned>(id);
+        return sum.weighted ? fixed(w) : 1;
+    }
 
     // f(id, logit) for ids [begin, end), by one warp, in any order. `begin` is a multiple of 4.
     template <class F>
@@ -109,183 +180,195 @@ struct Row {
     }
     __device__ static int span_of(int count) { return max((count + kWarps - 1) / kWarps + 3, 4) / 4 * 4; }
 
-    // The best logit and its id; kNone if there is no number.
-    __device__ void find_best(float &value, int &id) const {
-        float top = tt::minus_inf();
-        int at = kNone;
-        auto take = [&](int i, float x) {
-            if (x > top || (x == top && i < at)) {
-                top = x;
-                at = i;
-            }
-        };
-        for_share(0, vocabulary, span_of(vocabulary), take);
-        for (int mask = 16; mask > 0; mask >>= 1) {
-            float x = __shfl_xor_sync(0xffffffffu, top, mask);
-            int i = __shfl_xor_sync(0xffffffffu, at, mask);
-            take(i, x);
-        }
-        if (threadIdx.x % 32 == 0) {
-            shared.best[threadIdx.x / 32] = top;
-            shared.ids[threadIdx.x / 32] = at;
+    // Lists the tokens of the sum whose key is at least this, if they fit; returns how many, or 0.
+    __device__ __forceinline__ int list(const Sum &sum, unsigned smallest) const {
+        if (threadIdx.x == 0) {
+            shared.num_listed = 0;
         }
         __syncthreads();
-        for (int i = 0; i < kWarps; ++i) {
-            take(shared.ids[i], shared.best[i]);
-        }
-        value = top;
-        id = at;
-    }
-
-    __device__ __forceinline__ bool is_candidate(int id, float x) const {
-        unsigned order = order_of(x);
-        return !isnan(x) && (order > least || (order == least && id <= last));
-    }
-    // Within [0, 1]. An infinite best leaves only itself: infinity less infinity is not a number.
-    __device__ __forceinline__ float weight(float x) const {
-        if (x == best) {
-            return 1.0f;
-        }
-        float w = x >= negligible ? expf((x - best) / temperature) : 0.0f;
-        return w > 0.0f ? w : 0.0f;
-    }
-    __device__ __forceinline__ u64 fixed(float w) const { return __float2ull_rn(w * one); }
-    // Larger for the likelier, of a weight within [0, 1].
-    __device__ static unsigned order_of_weight(float w) { return __float_as_uint(w) << 2; }
-
-    __device__ __forceinline__ void add(int bin, u64 x) const {
-        unsigned low = static_cast<unsigned>(x), high = static_cast<unsigned>(x >> 32);
-        high += atomicAdd(shared.low + bin, low) + low < low ? 1 : 0;
-        if (high != 0) {
-            atomicAdd(shared.high + bin, high);
-        }
-    }
-
-    // Descending in keys, where the running sum of weights exceeds target_of(the whole sum). item(id, logit, key) gives a
-    // weight and the key. False where the target is not below the sum.
-    template <class Item, class Target>
-    __device__ bool search_keys(Item item, Target target_of, Found &found) const {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        unsigned prefix = 0, mask = 0;
-        u64 target = 0;
-        found.above = 0;
-        for (int digit = 0; digit < 3; ++digit) {
-            const int low_bit = digit == 0 ? 21 : digit == 1 ? 10 : 0;
-            const unsigned digit_mask = digit == 2 ? 0x3ffu : 0x7ffu;
-            for (int i = threadIdx.x; i < kBins; i += kThreads) {
-                shared.low[i] = shared.high[i] = 0;
-            }
-            __syncthreads();
-            for_share(0, vocabulary, span_of(vocabulary), [&](int id, float x) {
-                unsigned key = 0;
-                u64 w = item(id, x, key);
-                if (w != 0 && (key & mask) == prefix) {
-                    add((key >> low_bit) & digit_mask, w);
-                }
-            });
-            __syncthreads();
-            // A thread has two bins, the largest come first.
-            const int bin = kBins - 1 - 2 * static_cast<int>(threadIdx.x);
-            const u64 first = (static_cast<u64>(shared.high[bin]) << 32) + shared.low[bin];
-            const u64 second = (static_cast<u64>(shared.high[bin - 1]) << 32) + shared.low[bin - 1];
-            u64 sum = warp_running_sum(first + second), total = 0;
-            if (lane == 31) {
-                shared.sums[warp] = sum;
-            }
-            __syncthreads();
-            for (int i = 0; i < kWarps; ++i) {
-                sum += i < warp ? shared.sums[i] : 0;
-                total += shared.sums[i];
-            }
-            if (digit == 0) {
-                target = target_of(total);
-                if (target >= total) {
-                    __syncthreads();
-                    return false;
+        for_share(0, vocabulary, span_of(vocabulary), [&](int id, float x) {
+            unsigned key = 0;
+            if (measure(sum, id, x, key) != 0 && key >= smallest) {
+                // More than fit need no exact count.
+                const int listed = *static_cast<volatile int *>(&shared.num_listed);
+                const int at = listed > kListed ? kListed : atomicAdd(&shared.num_listed, 1);
+                if (at < kListed) {
+                    shared.listed_ids[at] = id;
+                    shared.listed[at] = x;
                 }
             }
-            const u64 before = sum - first - second;
-            if (before <= target && target < sum) {
-                const bool in_first = target < before + first;
-                shared.found = in_first ? bin : bin - 1;
-                shared.above = in_first ? before : before + first;
-                shared.equal = in_first ? first : second;
-            }
-            __syncthreads();
-            prefix |= static_cast<unsigned>(shared.found) << low_bit;
-            mask |= digit_mask << low_bit;
-            target -= shared.above;
-            found.above += shared.above;
-            found.equal = shared.equal;
-        }
+        });
         __syncthreads();
-        found.key = prefix;
-        found.left = target;
-        return true;
-    }
-
-    // Ascending in ids, the id at which the running sum of weight_of(id, logit) exceeds target_of(the whole sum); kNone
-    // where the target is not below the sum.
-    template <class Weight, class Target>
-    __device__ int search_ids(Weight weight_of, Target target_of) const {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        int begin = 0, end = vocabulary;
-        u64 target = 0;
-        for (bool whole = true; whole || end - begin > 128; whole = false) {
-            const int span = span_of(end - begin);
-            u64 sum = 0;
-            for_share(begin, end, span, [&](int id, float x) { sum += weight_of(id, x); });
-            sum = warp_sum(sum);
-            if (lane == 0) {
-                shared.sums[warp] = sum;
-            }
-            __syncthreads();
-            if (whole) {
-                u64 total = 0;
-                for (int i = 0; i < kWarps; ++i) {
-                    total += shared.sums[i];
-                }
-                target = target_of(total);
-                if (target >= total) {
-                    __syncthreads();
-                    return kNone;
-                }
-            }
-            int part = 0;
-            while (part < kWarps - 1 && target >= shared.sums[part]) {
-                target -= shared.sums[part++];
-            }
-            begin += part * span;
-            end = min(begin + span, end);
-            __syncthreads();
-        }
-        if (warp == 0) {
-            int id = kNone;
-            for (int at = begin; at < end && id == kNone; at += 32) {
-                u64 w = at + lane < end ? weight_of(at + lane, __ldg(logits + at + lane)) : 0;
-                u64 sum = warp_running_sum(w);
-                unsigned beyond = __ballot_sync(0xffffffffu, sum > target);
-                if (beyond != 0) {
-                    id = at + __ffs(static_cast<int>(beyond)) - 1;
-                }
-                target -= __shfl_sync(0xffffffffu, sum, 31);  // Meaningless once found.
-            }
-            if (lane == 0) {
-                shared.found = id;
-            }
-        }
-        __syncthreads();
-        int id = shared.found;
-        __syncthreads();
-        return id;
+        return shared.num_listed <= kListed ? shared.num_listed : 0;
     }
 };
 
-// The share `part` of `sum`, as a target below it.
-__device__ u64 target_within(double part, u64 sum) {
-    double target = part * static_cast<double>(sum);
-    u64 floor = target > 0.0 ? __double2ull_rd(target) : 0;
-    return floor < sum ? floor : sum - 1;
+// The best logit and its id; kNone if there is no number.
+__device__ void find_best(const Row &row, float &value, int &id) {
+    float top = tt::minus_inf();
+    int at = kNone;
+    auto take = [&](int i, float x) {
+        if (x > top || (x == top && i < at)) {
+            top = x;
+            at = i;
+        }
+    };
+    row.for_share(0, row.vocabulary, Row::span_of(row.vocabulary), take);
+    for (int mask = 16; mask > 0; mask >>= 1) {
+        float x = __shfl_xor_sync(0xffffffffu, top, mask);
+        int i = __shfl_xor_sync(0xffffffffu, at, mask);
+        take(i, x);
+    }
+    if (threadIdx.x % 32 == 0) {
+        shared.best[threadIdx.x / 32] = top;
+        shared.ids[threadIdx.x / 32] = at;
+    }
+    __syncthreads();
+    for (int i = 0; i < kWarps; ++i) {
+        take(shared.ids[i], shared.best[i]);
+    }
+    value = top;
+    id = at;
+}
+
+__device__ __forceinline__ void add(int bin, u64 x) {
+    unsigned low = static_cast<unsigned>(x), high = static_cast<unsigned>(x >> 32);
+    high += atomicAdd(shared.low + bin, low) + low < low ? 1 : 0;
+    if (high != 0) {
+        atomicAdd(shared.high + bin, high);
+    }
+}
+
+// Where a sum in order of keys exceeds its target. By id only over listed tokens. Where it lists tokens, those of smaller keys
+// than the one found are left out: nothing that follows may ask for them.
+__device__ __noinline__ Found search(const Row row, const Sum sum, const Target stop) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    unsigned mask = 0;
+    u64 target = 0;
+    Found found = {};
+    found.num_listed = row.num_listed;
+    for (int digit = 0; digit < 3; ++digit) {
+        const int low_bit = digit == 0 ? 21 : digit == 1 ? 10 : 0;
+        const unsigned digit_mask = digit == 2 ? 0x3ffu : 0x7ffu;
+        for (int i = threadIdx.x; i < kBins; i += kThreads) {
+            shared.low[i] = shared.high[i] = 0;
+        }
+        __syncthreads();
+        auto take = [&](int id, float x) {
+            unsigned key = 0;
+            u64 w = row.measure(sum, id, x, key);
+            if (w != 0 && (key & mask) == found.key) {
+                add((key >> low_bit) & digit_mask, w);
+            }
+        };
+        if (found.num_listed == 0) {
+            row.for_share(0, row.vocabulary, Row::span_of(row.vocabulary), take);
+        }
+        for (int i = threadIdx.x; i < found.num_listed; i += kThreads) {
+            take(shared.listed_ids[i], shared.listed[i]);
+        }
+        __syncthreads();
+        // A thread has two bins, the largest come first.
+        const int bin = kBins - 1 - 2 * static_cast<int>(threadIdx.x);
+        const u64 first = (static_cast<u64>(shared.high[bin]) << 32) + shared.low[bin];
+        const u64 second = (static_cast<u64>(shared.high[bin - 1]) << 32) + shared.low[bin - 1];
+        u64 running = warp_running_sum(first + second), total = 0;
+        if (lane == 31) {
+            shared.sums[warp] = running;
+        }
+        __syncthreads();
+        for (int i = 0; i < kWarps; ++i) {
+            running += i < warp ? shared.sums[i] : 0;
+            total += shared.sums[i];
+        }
+        if (digit == 0) {
+            target = stop.of(total);
+            if (target >= total) {
+                __syncthreads();
+                return found;
+            }
+        }
+        const u64 before = running - first - second;
+        if (before <= target && target < running) {
+            const bool in_first = target < before + first;
+            shared.found = in_first ? bin : bin - 1;
+            shared.above = in_first ? before : before + first;
+            shared.equal = in_first ? first : second;
+        }
+        __syncthreads();
+        found.key |= static_cast<unsigned>(shared.found) << low_bit;
+        mask |= digit_mask << low_bit;
+        target -= shared.above;
+        found.above += shared.above;
+        found.equal = shared.equal;
+        if (digit == 0 && found.num_listed == 0) {
+            found.num_listed = row.list(sum, found.key);
+        }
+    }
+    __syncthreads();
+    found.good = true;
+    found.left = target;
+    return found;
+}
+
+// The id at which a sum in order of ids exceeds its target; kNone where the target is not below the whole.
+__device__ __noinline__ int search_ids(const Row row, const Sum sum, const Target stop) {
+    if (row.num_listed != 0) {
+        const Found found = search(row, sum, stop);
+        return found.good ? static_cast<int>(~found.key) : kNone;
+    }
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int begin = 0, end = row.vocabulary;
+    u64 target = 0;
+    for (bool whole = true; whole || end - begin > 128; whole = false) {
+        const int span = Row::span_of(end - begin);
+        u64 part = 0;
+        unsigned key;
+        row.for_share(begin, end, span, [&](int id, float x) { part += row.measure(sum, id, x, key); });
+        part = warp_sum(part);
+        if (lane == 0) {
+            shared.sums[warp] = part;
+        }
+        __syncthreads();
+        if (whole) {
+            u64 total = 0;
+            for (int i = 0; i < kWarps; ++i) {
+                total += shared.sums[i];
+            }
+            target = stop.of(total);
+            if (target >= total) {
+                __syncthreads();
+                return kNone;
+            }
+        }
+        int at = 0;
+        while (at < kWarps - 1 && target >= shared.sums[at]) {
+            target -= shared.sums[at++];
+        }
+        begin += at * span;
+        end = min(begin + span, end);
+        __syncthreads();
+    }
+    if (warp == 0) {
+        int id = kNone;
+        for (int at = begin; at < end && id == kNone; at += 32) {
+            unsigned key;
+            const u64 w = at + lane < end ? row.measure(sum, at + lane, __ldg(row.logits + at + lane), key) : 0;
+            const u64 running = warp_running_sum(w);
+            const unsigned beyond = __ballot_sync(0xffffffffu, running > target);
+            if (beyond != 0) {
+                id = at + __ffs(static_cast<int>(beyond)) - 1;
+            }
+            target -= __shfl_sync(0xffffffffu, running, 31);  // Meaningless once found.
+        }
+        if (lane == 0) {
+            shared.found = id;
+        }
+    }
+    __syncthreads();
+    const int id = shared.found;
+    __syncthreads();
+    return id;
 }
 
 }  // namespace
@@ -293,11 +376,12 @@ __device__ u64 target_within(double part, u64 sum) {
 // Grid: (rows), 1,024 threads. tokens[row] is the row's token; -1 where none of its logits is a number.
 extern "C" __global__ void __launch_bounds__(kThreads)
     tt_sample_f32(int32_t *tokens, const float *logits, int64_t stride, int vocabulary, const TtSampleRow *rows) {
-    __shared__ Shared shared;
     const TtSampleRow how = rows[blockIdx.x];
-    Row row = {shared, logits + blockIdx.x * stride, vocabulary};
+    Row row = {};
+    row.logits = logits + blockIdx.x * stride;
+    row.vocabulary = vocabulary;
     int best;
-    row.find_best(row.best, best);
+    find_best(row, row.best, best);
     if (best == kNone || !(how.temperature > 0.0f)) {
         if (threadIdx.x == 0) {
             tokens[blockIdx.x] = best == kNone ? -1 : best;
@@ -309,53 +393,32 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int shift = 31 + __clz(vocabulary);
     row.one = __int_as_float((127 + shift) << 23);
     row.negligible = row.best - static_cast<float>(shift + 2) * tt::kLn2 * how.temperature;
-    row.least = 0;
     row.last = kNone;
-    Found found;
+    auto at = [](u64 target) { return Target{Target::AT, target, 0}; };
     if (how.top_k > 0 && how.top_k < vocabulary) {
-        auto item = [&](int, float x, unsigned &key) -> u64 {
-            key = order_of(x);
-            return isnan(x) ? 0 : 1;
-        };
+        const Found found = search(row, Sum{LOGIT, false, NOTHING, 0}, at(how.top_k - 1));
         // With fewer numbers than that, all are candidates.
-        if (row.search_keys(item, [&](u64) { return static_cast<u64>(how.top_k - 1); }, found)) {
-            int last = kNone;
+        if (found.good) {
+            row.num_listed = found.num_listed;
             if (found.left + 1 < found.equal) {
-                last = row.search_ids(
-                    [&](int, float x) -> u64 { return !isnan(x) && order_of(x) == found.key ? 1 : 0; },
-                    [&](u64) { return found.left; });
+                row.last = search_ids(row, Sum{ID, false, LOGIT, found.key}, at(found.left));
             }
             row.least = found.key;
-            row.last = last;
         }
     }
     int token;
     if (how.top_p < 1.0f) {
-        auto item = [&](int id, float x, unsigned &key) -> u64 {
-            float w = row.is_candidate(id, x) ? row.weight(x) : 0.0f;
-            key = Row::order_of_weight(w);
-            return row.fixed(w);
-        };
         // The nucleus ends with the candidate at which the sum reaches top_p of the whole.
-        auto reaches = [&](u64 total) {
-            double part = static_cast<double>(how.top_p) * static_cast<double>(total);
-            u64 sum = part > 1.0 ? __double2ull_ru(part) : 1;
-            return (sum < total ? sum : total) - 1;
-        };
-        auto weight_of_key = [&] { return row.fixed(__uint_as_float(found.key >> 2)); };
-        row.search_keys(item, reaches, found);
-        const u64 reached = found.above + (found.left / weight_of_key() + 1) * weight_of_key();
-        row.search_keys(item, [&](u64) { return target_within(how.uniform, reached); }, found);
-        const u64 nth = found.left / weight_of_key();
-        token = row.search_ids(
-            [&](int id, float x) -> u64 {
-                return row.is_candidate(id, x) && Row::order_of_weight(row.weight(x)) == found.key ? 1 : 0;
-            },
-            [&](u64) { return nth; });
+        const Sum likeliest = {WEIGHT, true, NOTHING, 0};
+        Found found = search(row, likeliest, Target{Target::REACH, 0, how.top_p});
+        row.num_listed = found.num_listed;
+        const u64 each = row.fixed_of_key(found.key), reached = found.above + (found.left / each + 1) * each;
+        found = search(row, likeliest, at(Target{Target::SHARE, 0, how.uniform}.of(reached)));
+        row.num_listed = found.num_listed;
+        const u64 nth = found.left / row.fixed_of_key(found.key);
+        token = search_ids(row, Sum{ID, false, WEIGHT, found.key}, at(nth));
     } else {
-        token = row.search_ids(
-            [&](int id, float x) -> u64 { return row.is_candidate(id, x) ? row.fixed(row.weight(x)) : 0; },
-            [&](u64 total) { return target_within(how.uniform, total); });
+        token = search_ids(row, Sum{ID, true, NOTHING, 0}, Target{Target::SHARE, 0, how.uniform});
     }
     if (threadIdx.x == 0) {
         tokens[blockIdx.x] = token == kNone ? best : token;
