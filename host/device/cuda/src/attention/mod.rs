@@ -15,6 +15,8 @@ mod config;
 mod flash_attn;
 mod flashinfer;
 mod launch;
+#[cfg(test)]
+mod plan_on_host;
 mod run;
 mod state;
 mod tensors;

@@ -169,7 +169,7 @@ impl<'s> GroupLaunch<'s> {
         Ok(())
     }
 
-    fn lists(&self) -> impl Iterator<Item = (usize, &'s ListLaunch)> {
+    pub(super) fn lists(&self) -> impl Iterator<Item = (usize, &'s ListLaunch)> {
         let lists = self.launch.lists.iter().enumerate();
         lists.filter_map(|(index, list)| list.as_ref().map(|list| (index, list)))
     }
@@ -197,7 +197,7 @@ impl<'s> GroupLaunch<'s> {
         Ok(())
     }
 
-    fn plan_params(&self, index: usize, list: &ListLaunch) -> PlanParams {
+    pub(super) fn plan_params(&self, index: usize, list: &ListLaunch) -> PlanParams {
         let ptrs = self.workspace.ptrs();
         PlanParams {
             header: ptrs.lists[index].header,
@@ -223,7 +223,7 @@ impl<'s> GroupLaunch<'s> {
         }
     }
 
-    fn work_list_params(&self, index: usize, list: &ListLaunch) -> WorkListParams {
+    pub(super) fn work_list_params(&self, index: usize, list: &ListLaunch) -> WorkListParams {
         let ListPtrs {
             header,
             items,
@@ -256,7 +256,7 @@ impl<'s> GroupLaunch<'s> {
         }
     }
 
-    fn attention_params(
+    pub(super) fn attention_params(
         &self,
         index: usize,
         list: &ListLaunch,
@@ -301,7 +301,7 @@ impl<'s> GroupLaunch<'s> {
         }
     }
 
-    fn plain_params(&self, cache: &KvCache, io: &AttentionIo) -> PlainAttentionParams {
+    pub(super) fn plain_params(&self, cache: &KvCache, io: &AttentionIo) -> PlainAttentionParams {
         let ptrs = self.workspace.ptrs();
         let table = match self.config.family {
             Family::Flashinfer => ptrs.plain_table,

@@ -249,11 +249,6 @@ impl GroupState {
     pub fn launches<'s>(&'s self, launch: &'s Launch) -> GroupLaunch<'s> {
         GroupLaunch::new(&self.config, &self.workspace, &self.ptrs, launch)
     }
-
-    #[cfg(test)]
-    pub(crate) fn stage(&self) -> &Stage {
-        &self.stage
-    }
 }
 
 /// Bytes of lists and operations that a step of the group stages at most.

@@ -4,12 +4,12 @@
 use bytemuck::{AnyBitPattern, cast_slice, pod_read_unaligned};
 
 use super::buffers::{StepLimits, StepPtrs};
-use super::pack::Packed;
+use super::pack::{OpLists, Packed, Packer, slot_bytes};
 use crate::driver::DevicePtr;
 use crate::params::{UnpackKind, UnpackOp};
 
 /// Bytes of free memory behind the step's tensors.
-const FREE: usize = 1 << 20;
+const FREE: usize = 4 << 20;
 /// Addresses begin here, so that 0 is none.
 const BASE: u64 = 1 << 16;
 
@@ -69,12 +69,33 @@ impl Machine {
         self.memory[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
+    pub(crate) fn read<T: AnyBitPattern>(&self, ptr: DevicePtr, index: usize) -> T {
+        self.load(ptr.raw(), index as i64)
+    }
+
     pub(crate) fn read_i32(&self, ptr: DevicePtr, len: usize) -> Vec<i32> {
         (0..len as i64).map(|i| self.load(ptr.raw(), i)).collect()
     }
 
     pub(crate) fn read_i64(&self, ptr: DevicePtr, len: usize) -> Vec<i64> {
         (0..len as i64).map(|i| self.load(ptr.raw(), i)).collect()
+    }
+
+    /// Packs with `pack` into a slot of `bytes` bytes and `ops` operations, and runs it.
+    pub(crate) fn pack_and_run(
+        &mut self,
+        bytes: usize,
+        ops: usize,
+        num_reqs: usize,
+        num_tokens: usize,
+        pack: impl FnOnce(&mut Packer<'_>),
+    ) {
+        let mut slot = vec![0; slot_bytes(bytes, ops)];
+        let mut lists = OpLists::new(ops);
+        let mut packer = Packer::new(&mut slot, &mut lists);
+        pack(&mut packer);
+        let packed = packer.finish();
+        self.run(&slot, packed, num_reqs, num_tokens);
     }
 
     /// Runs a packed slot: the first round, then the second.
