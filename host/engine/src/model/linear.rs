@@ -72,10 +72,11 @@ pub(super) struct ProjectionScratch {
 }
 
 /// Name and rows of one matrix to be loaded, and its bias's name.
-pub(super) struct Part {
-    pub(super) weight: String,
-    pub(super) bias: Option<String>,
-    pub(super) n: usize,
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub(crate) weight: String,
+    pub(crate) bias: Option<String>,
+    pub(crate) n: usize,
 }
 
 impl Projection {

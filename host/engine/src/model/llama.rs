@@ -1,13 +1,13 @@
 //! The Llama family's decoder: loading its weights and computing a step.
 
-use super::config::{ModelConfig, RopeScaling};
+use super::config::ModelConfig;
 use super::error::ModelError;
+use super::layout::{DecoderLayout, LayerLayout, Opened, Vector};
 use super::linear::{Part, Projection, ProjectionScratch};
 use super::pool::{Pool, SharedOut};
 use super::rope::Rope;
-use super::safetensors::SafetensorsDir;
-use super::weights::{Checkpoint, Naming, Role};
-use super::{AttentionLayers, LoadOptions, Source, Weights, ops};
+use super::weights::Checkpoint;
+use super::{AttentionLayers, LoadOptions, Weights, ops};
 use std::path::Path;
 
 /// Rows from which gathering embeddings and splitting heads is shared among threads.
@@ -63,57 +63,33 @@ impl Model {
     /// # Errors
     /// Names the file, the key or tensor, its value and what to do; a damaged file never panics.
     pub fn load(path: impl AsRef<Path>, options: LoadOptions) -> Result<Self, ModelError> {
-        let path = path.as_ref();
-        match Source::open(path)? {
-            Source::Gguf(file) => {
-                let config = ModelConfig::from_gguf(&file)?;
-                Self::from_checkpoint(config, &file, Naming::Gguf, options)
-            }
-            Source::HuggingFace => {
-                let config = ModelConfig::from_hf_dir(path)?;
-                let checkpoint = SafetensorsDir::open(path)?;
-                Self::from_checkpoint(config, &checkpoint, Naming::HuggingFace, options)
-            }
-        }
+        let opened = Opened::open(path.as_ref())?;
+        Self::from_checkpoint(opened.config, &*opened.checkpoint, &opened.layout, options)
     }
 
     fn from_checkpoint(
         config: ModelConfig,
         checkpoint: &dyn Checkpoint,
-        naming: Naming,
+        layout: &DecoderLayout,
         options: LoadOptions,
     ) -> Result<Self, ModelError> {
         let weights = options.weights;
-        let table = |name: &str| {
-            let part = Part {
-                weight: name.to_owned(),
-                bias: None,
-                n: config.vocab_size,
-            };
-            Projection::load(checkpoint, weights, config.hidden_size, &[part])
+        let table = |part: &Part| {
+            Projection::load(checkpoint, weights, config.hidden_size, &[part.clone()])
         };
-        let embedding = table(naming.embedding())?;
-        let head = if config.tie_word_embeddings {
-            None
-        } else {
-            Some(table(naming.head())?)
-        };
-        let final_norm = checkpoint
-            .expect(naming.final_norm(), &[config.hidden_size])?
-            .to_f32();
-        let layers = (0..config.num_hidden_layers)
-            .map(|i| Layer::load(&config, checkpoint, naming, weights, i))
+        let embedding = table(&layout.embedding)?;
+        let head = layout.head.as_ref().map(table).transpose()?;
+        let final_norm = vector(checkpoint, &layout.final_norm)?;
+        let layers = layout
+            .layers
+            .iter()
+            .map(|layer| Layer::load(&config, checkpoint, weights, layer))
             .collect::<Result<_, _>>()?;
-        let factors = if naming == Naming::Gguf && config.rope.scaling == RopeScaling::None {
-            let name = "rope_freqs.weight";
-            let present = checkpoint.tensor(name).is_some();
-            present
-                .then(|| checkpoint.expect(name, &[config.rope.dim / 2]))
-                .transpose()?
-        } else {
-            None
-        };
-        let factors = factors.map(super::weights::RawTensor::to_f32);
+        let factors = layout
+            .rope_factors
+            .as_ref()
+            .map(|factors| vector(checkpoint, factors))
+            .transpose()?;
         Ok(Self {
             rope: Rope::new(config.rope, factors.as_deref()),
             config,
@@ -256,61 +232,31 @@ impl Model {
     }
 }
 
+/// A norm's weights, or another vector.
+fn vector(checkpoint: &dyn Checkpoint, vector: &Vector) -> Result<Vec<f32>, ModelError> {
+    Ok(checkpoint.expect(&vector.name, &[vector.len])?.to_f32())
+}
+
 impl Layer {
     fn load(
         config: &ModelConfig,
         checkpoint: &dyn Checkpoint,
-        naming: Naming,
         weights: Weights,
-        layer: usize,
+        layout: &LayerLayout,
     ) -> Result<Self, ModelError> {
         let hidden = config.hidden_size;
-        let vector = |role: Role, len: usize| -> Result<Vec<f32>, ModelError> {
-            Ok(checkpoint
-                .expect(&naming.layer(layer, role, "weight"), &[len])?
-                .to_f32())
-        };
-        let part = |role: Role, n: usize, bias: bool| Part {
-            weight: naming.layer(layer, role, "weight"),
-            bias: bias.then(|| naming.layer(layer, role, "bias")),
-            n,
-        };
         let load = |k: usize, parts: &[Part]| Projection::load(checkpoint, weights, k, parts);
-        let bias = config.attention_bias;
-        let qwen3 = config.architecture == super::Architecture::Qwen3;
-        // Qwen2 has no bias on the output; Llama's `attention_bias` covers it, where the file has it.
-        let output_bias = bias
-            && checkpoint
-                .tensor(&naming.layer(layer, Role::Output, "bias"))
-                .is_some();
+        let head_norms = layout.head_norms.as_ref();
         Ok(Self {
-            attention_norm: vector(Role::AttentionNorm, hidden)?,
-            qkv: load(
-                hidden,
-                &[
-                    part(Role::Query, config.q_size(), bias),
-                    part(Role::Key, config.kv_size(), bias),
-                    part(Role::Value, config.kv_size(), bias),
-                ],
-            )?,
-            head_norms: if qwen3 {
-                Some((
-                    vector(Role::QueryNorm, config.head_dim)?,
-                    vector(Role::KeyNorm, config.head_dim)?,
-                ))
-            } else {
-                None
-            },
-            output: load(config.q_size(), &[part(Role::Output, hidden, output_bias)])?,
-            feed_forward_norm: vector(Role::FeedForwardNorm, hidden)?,
-            gate_up: load(
-                hidden,
-                &[
-                    part(Role::Gate, config.intermediate_size, false),
-                    part(Role::Up, config.intermediate_size, false),
-                ],
-            )?,
-            down: load(config.intermediate_size, &[part(Role::Down, hidden, false)])?,
+            attention_norm: vector(checkpoint, &layout.attention_norm)?,
+            qkv: load(hidden, &layout.qkv)?,
+            head_norms: head_norms
+                .map(|(q, k)| Ok::<_, ModelError>((vector(checkpoint, q)?, vector(checkpoint, k)?)))
+                .transpose()?,
+            output: load(config.q_size(), &layout.output)?,
+            feed_forward_norm: vector(checkpoint, &layout.feed_forward_norm)?,
+            gate_up: load(hidden, &layout.gate_up)?,
+            down: load(config.intermediate_size, &layout.down)?,
         })
     }
 }

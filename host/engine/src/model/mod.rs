@@ -8,17 +8,18 @@ mod config;
 mod dense;
 mod error;
 pub(crate) mod gguf;
-mod linear;
+pub(crate) mod layout;
+pub(crate) mod linear;
 mod llama;
 mod ops;
 mod pool;
-mod rope;
+pub(crate) mod rope;
 mod safetensors;
 #[cfg(test)]
 pub(crate) mod testing;
 mod tiles;
 mod tiles_x86;
-mod weights;
+pub(crate) mod weights;
 
 pub use config::{Architecture, ModelConfig, RopeConfig, RopeScaling, RopeStyle};
 pub use error::{AttentionError, ModelError};

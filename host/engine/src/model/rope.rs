@@ -1,11 +1,12 @@
 //! Rotary position encoding: the angles of a batch's positions, and the rotation of its heads.
 //!
-//! The angles are computed once per step and used by every layer; no table limits the context.
+//! The angles are computed once per step and used by every layer; no table limits the context. A device without the host's
+//! arithmetic takes a table of them.
 
 use super::config::{RopeConfig, RopeScaling, RopeStyle};
 
 /// Frequencies of a model, and the sines and cosines of the current batch.
-pub(super) struct Rope {
+pub(crate) struct Rope {
     config: RopeConfig,
     /// Radians per position, one per rotated pair.
     frequencies: Vec<f32>,
@@ -17,7 +18,7 @@ pub(super) struct Rope {
 impl Rope {
     /// `factors`, one per pair, divide the frequencies: GGUF's `rope_freqs.weight`, in which converters store
     /// Llama 3.1's scaling.
-    pub(super) fn new(config: RopeConfig, factors: Option<&[f32]>) -> Self {
+    pub(crate) fn new(config: RopeConfig, factors: Option<&[f32]>) -> Self {
         let mut frequencies = frequencies(&config);
         for (frequency, factor) in frequencies.iter_mut().zip(factors.unwrap_or_default()) {
             *frequency /= factor;
@@ -31,7 +32,7 @@ impl Rope {
     }
 
     /// Computes the angles of a batch, in f32 as the field does.
-    pub(super) fn prepare(&mut self, positions: &[i64]) {
+    pub(crate) fn prepare(&mut self, positions: &[i64]) {
         self.cos.clear();
         self.sin.clear();
         for position in positions {
@@ -44,8 +45,22 @@ impl Rope {
         }
     }
 
+    /// `f32 [len, dim]`: for each position from 0, the cosines of its angles, then their sines; the numbers of
+    /// [`Rope::prepare`].
+    pub(crate) fn table(&self, len: usize) -> Vec<f32> {
+        let pairs = self.frequencies.len();
+        let mut table = vec![0.0; len * 2 * pairs];
+        for (position, row) in table.chunks_exact_mut(2 * pairs).enumerate() {
+            let (cos, sin) = row.split_at_mut(pairs);
+            for ((cos, sin), frequency) in cos.iter_mut().zip(sin).zip(&self.frequencies) {
+                (*sin, *cos) = (position as f32 * frequency).sin_cos();
+            }
+        }
+        table
+    }
+
     /// Rotates one head of token `token` of the prepared batch.
-    pub(super) fn rotate(&self, token: usize, head: &mut [f32]) {
+    pub(crate) fn rotate(&self, token: usize, head: &mut [f32]) {
         let pairs = self.frequencies.len();
         let cos = &self.cos[token * pairs..][..pairs];
         let sin = &self.sin[token * pairs..][..pairs];
@@ -163,6 +178,27 @@ mod tests {
         let frequency = 2.0 * std::f32::consts::PI / 4096.0;
         let expected = frequency * (2.0 / 3.0 / 8.0 + 1.0 / 3.0);
         assert!((scaled(frequency, scaling) / expected - 1.0).abs() < 1e-5);
+    }
+
+    #[test]
+    fn the_table_holds_what_a_batch_is_rotated_with() {
+        for (style, scaling) in [
+            (RopeStyle::HalfRotation, RopeScaling::None),
+            (RopeStyle::Interleaved, RopeScaling::Linear { factor: 3.0 }),
+        ] {
+            let mut rope = Rope::new(config(style, scaling), Some(&[1.0, 2.0, 1.5, 8.0]));
+            let table = rope.table(600);
+            rope.prepare(&[0, 1, 599]);
+            for (token, position) in [0, 1, 599].into_iter().enumerate() {
+                let row = &table[position * 8..][..8];
+                assert_eq!(
+                    row[..4],
+                    rope.cos[token * 4..][..4],
+                    "cosines of {position}"
+                );
+                assert_eq!(row[4..], rope.sin[token * 4..][..4], "sines of {position}");
+            }
+        }
     }
 
     #[test]
