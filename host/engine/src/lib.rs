@@ -14,6 +14,7 @@ pub mod batch;
 pub mod chat;
 pub mod config;
 pub mod cpu;
+pub mod cuda;
 pub mod engine;
 pub mod executor;
 pub mod handle;
