@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 
+use crate::device::DeviceArg;
+
 const EXIT_CODES: &str = "\
 Exit codes:
   0  done
@@ -11,7 +13,8 @@ Exit codes:
   2  the command line was not understood
   3  a batch was refused, by the verifier or by the builder itself
   4  an input is not usable: a model, a component, a step description, a directory
-  5  no running host answers at the admin socket, or another one holds it";
+  5  no running host answers at the admin socket, or another one holds it
+  6  the GPU cannot be used, has too little memory, or was lost";
 
 /// LLM attention with sandboxed, hot-swappable metadata builders.
 #[derive(Debug, Parser)]
@@ -29,7 +32,8 @@ pub enum Command {
 Examples:
   timetable generate --model SmolLM2-135M-Instruct.Q4_1.gguf --chat --prompt 'Why do trains need a timetable?'
   timetable generate --model ./my-llama --prompt 'Once' --prompt 'Twice' --max-tokens 64 --json
-  timetable generate --model m.gguf --prompt Hi --attention-backend FLASHINFER --builder FLASHINFER=mine.wasm")]
+  timetable generate --model m.gguf --prompt Hi --attention-backend FLASHINFER --builder FLASHINFER=mine.wasm
+  timetable generate --model m.gguf --prompt Hi --device cuda:0 --kv-cache-dtype fp8")]
     Generate(Generate),
 
     /// Replace the builder of a backend in the running host; requests go on
@@ -70,6 +74,26 @@ Examples:
   timetable explain-graphs --mode FULL --backend FLASH_ATTN=UNIFORM_BATCH --backend TRITON_ATTN --no-splitting-ops")]
     ExplainGraphs(ExplainGraphs),
 
+    /// Check every CUDA kernel on this machine's GPU against references in f64, on fresh random inputs
+    #[command(after_help = "\
+Examples:
+  timetable selftest --device cuda
+  timetable selftest --device cuda:1 --quick --json
+  timetable selftest --device cuda --only attention --seed 7          # one group again, with the inputs of that seed
+  timetable selftest --device cuda --only soak --soak 10000")]
+    Selftest(Selftest),
+
+    /// Measure the CUDA kernels and the engine's steps on this machine's GPU, beside the GPU's ceilings and FlashInfer
+    #[command(after_help = "\
+Times are medians of CUDA graph replays, the inputs rotating beyond the L2 cache; each ceiling is measured in the same run, and
+so is FlashInfer where the Python that --python names has it.
+
+Examples:
+  timetable bench --device cuda
+  timetable bench --device cuda --only decode --python /opt/venv/bin/python3 --json
+  timetable bench --device cuda --only gap --model SmolLM2-135M-Instruct.Q4_1.gguf")]
+    Bench(Bench),
+
     /// List the components in this binary, or write them to a directory
     Components(Components),
 
@@ -86,15 +110,33 @@ pub enum WeightsArg {
     F32,
 }
 
+/// Element type of the model: weights, activations and what attention is handed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DtypeArg {
+    /// bfloat16 on a GPU, float32 on the CPU
+    Auto,
+    /// Brain floats of 16 bits
+    Bfloat16,
+    /// 16-bit floats
+    Float16,
+    /// 32-bit floats
+    Float32,
+}
+
 /// Element type of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum KvCacheDtypeArg {
-    /// float32
+    /// The model's
     Auto,
     /// 32-bit floats
     Float32,
-    /// bfloat16
+    /// Brain floats of 16 bits
     Bfloat16,
+    /// 16-bit floats; on a GPU
+    Float16,
+    /// 8-bit floats of 4 exponent bits; on a GPU
+    #[value(alias = "fp8_e4m3")]
+    Fp8,
 }
 
 #[derive(Debug, Args)]
@@ -139,9 +181,17 @@ pub struct Generate {
     #[arg(long)]
     pub ignore_eos: bool,
 
-    /// Weights in memory
+    /// Weights in memory; a GPU has them in --dtype
     #[arg(long, value_enum, default_value_t = WeightsArg::Auto)]
     pub weights: WeightsArg,
+
+    /// Where the model runs: cpu, cuda (the first GPU), cuda:N
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceArg::Cpu)]
+    pub device: DeviceArg,
+
+    /// Element type of the model
+    #[arg(long, value_enum, default_value_t = DtypeArg::Auto)]
+    pub dtype: DtypeArg,
 
     /// Print one JSON object at the end instead of streaming text
     #[arg(long)]
@@ -175,10 +225,14 @@ pub struct AttentionArgs {
     #[arg(long, value_enum, default_value_t = KvCacheDtypeArg::Auto)]
     pub kv_cache_dtype: KvCacheDtypeArg,
 
-    /// The CUDA graph mode to ask for: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE; the CPU device captures
-    /// none, whatever is asked
-    #[arg(long, value_name = "MODE", default_value = "NONE")]
-    pub cudagraph_mode: String,
+    /// The CUDA graph mode to ask for: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE [default:
+    /// FULL_AND_PIECEWISE on a GPU; the CPU captures none, whatever is asked]
+    #[arg(long, value_name = "MODE")]
+    pub cudagraph_mode: Option<String>,
+
+    /// Token counts to capture graphs for, instead of the field's default list
+    #[arg(long, value_name = "N,N,…", value_delimiter = ',')]
+    pub cudagraph_capture_sizes: Option<Vec<u32>>,
 }
 
 #[derive(Debug, Args)]
@@ -203,9 +257,21 @@ pub struct SchedulingArgs {
     #[arg(long, value_name = "N")]
     pub num_gpu_blocks_override: Option<usize>,
 
-    /// Share of the machine's memory that model and KV cache may take together, found by a profile run
+    /// On the CPU: share of the machine's memory that model and KV cache may take together, found by a profile run
     #[arg(long, value_name = "F", default_value_t = 0.4)]
     pub memory_fraction: f64,
+
+    /// On a GPU: share of its memory that weights, activations, graphs and KV cache may take together
+    #[arg(long, value_name = "F", default_value_t = 0.9)]
+    pub gpu_memory_utilization: f64,
+
+    /// Prepare a step while the one before it runs [default: on a GPU]
+    #[arg(long, overrides_with = "no_async_scheduling")]
+    pub async_scheduling: bool,
+
+    /// Prepare a step when the one before it has ended
+    #[arg(long, overrides_with = "async_scheduling")]
+    pub no_async_scheduling: bool,
 
     /// Do not reuse the blocks of equal prefixes
     #[arg(long)]
@@ -229,6 +295,10 @@ pub struct HostArgs {
     /// Keep compiled components in this directory, mode 0700
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub cache_dir: Option<PathBuf>,
+
+    /// Mark the parts of each step for a profiler of NVIDIA's (NVTX ranges), where its library is installed
+    #[arg(long)]
+    pub nvtx: bool,
 }
 
 #[derive(Debug, Args)]
@@ -440,6 +510,60 @@ pub struct ExplainGraphs {
     pub kv_connector_piecewise: bool,
 
     /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Selftest {
+    /// The GPU: cuda, cuda:N
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceArg::Cuda(0))]
+    pub device: DeviceArg,
+
+    /// Fewer and smaller inputs, for a memory checker to look at
+    #[arg(long)]
+    pub quick: bool,
+
+    /// Only the groups whose names begin with this; may be given several times
+    #[arg(long, value_name = "GROUP")]
+    pub only: Vec<String>,
+
+    /// Batches of the soak: metadata from the components, everything that is not a request's own poisoned
+    #[arg(long, value_name = "N")]
+    pub soak: Option<u32>,
+
+    /// Seed of the inputs [default: random, and printed]
+    #[arg(long, value_name = "S")]
+    pub seed: Option<u64>,
+
+    /// Print one JSON object at the end
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Bench {
+    /// The GPU: cuda, cuda:N
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceArg::Cuda(0))]
+    pub device: DeviceArg,
+
+    /// Only these: ceilings, decode, prefill, scatter, host, gap; may be given several times
+    #[arg(long, value_name = "NAME")]
+    pub only: Vec<String>,
+
+    /// A model for the time between steps, besides a small one with random weights
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    pub model: Option<PathBuf>,
+
+    /// The Python that has FlashInfer
+    #[arg(long, value_name = "PATH", default_value = "python3", value_hint = ValueHint::ExecutablePath)]
+    pub python: PathBuf,
+
+    /// Do not measure FlashInfer
+    #[arg(long)]
+    pub no_peer: bool,
+
+    /// Print one JSON object at the end
     #[arg(long)]
     pub json: bool,
 }

@@ -56,7 +56,15 @@ mod tests {
             assert_eq!(text.parse(), Ok(device));
         }
         assert_eq!(DeviceArg::Cuda(3).to_string(), "cuda:3");
-        for bad in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "cuda:99999999999"] {
+        for bad in [
+            "",
+            "gpu",
+            "cuda:",
+            "cuda:-1",
+            "cuda:x",
+            "cpu:0",
+            "cuda:99999999999",
+        ] {
             assert!(bad.parse::<DeviceArg>().is_err(), "{bad}");
         }
     }

@@ -17,6 +17,8 @@ pub enum Exit {
     BadInput = 4,
     /// No running host answers at the admin socket, or another one holds it.
     Unreachable = 5,
+    /// The GPU cannot be used, has too little memory, or was lost.
+    Device = 6,
 }
 
 /// An error with the exit status that it ends the process with.

@@ -4,6 +4,7 @@
 mod admin;
 mod cli;
 mod commands;
+mod device;
 mod exit;
 
 use std::io::IsTerminal;
@@ -31,6 +32,8 @@ fn main() -> ExitCode {
         Command::Build(arguments) => commands::build::run(&arguments),
         Command::Backends(arguments) => commands::backends::run(&arguments),
         Command::ExplainGraphs(arguments) => commands::explain_graphs::run(&arguments),
+        Command::Selftest(arguments) => commands::selftest::run(&arguments),
+        Command::Bench(arguments) => commands::bench::run(&arguments),
         Command::Components(arguments) => commands::components::run(&arguments),
         Command::Completions(arguments) => commands::completions(arguments.shell),
     };

@@ -166,6 +166,12 @@ impl EngineHandle {
         *self.stats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// As [`EngineHandle::stats`], for whoever outlives this handle or is on another thread.
+    pub fn stats_reader(&self) -> impl Fn() -> EngineStats + Send + Sync + use<> {
+        let stats = self.stats.clone();
+        move || *stats.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Stops the engine and waits for its thread.
     pub fn shutdown(mut self) {
         self.stop();

@@ -4,6 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use serde_json::{Value, json};
 use timetable_attention::group::AttentionGroup;
+use timetable_engine::EngineStats;
 use timetable_sandbox::{ReloadHandle, Sandbox, StateDir, VersionInfo};
 
 use super::Control;
@@ -23,12 +24,16 @@ impl Group {
     }
 }
 
+/// Reads the engine's counts and times, as of its last step.
+pub type StatsReader = Box<dyn Fn() -> EngineStats + Send + Sync>;
+
 /// The builders of a running host.
 pub struct Host {
     sandbox: Sandbox,
     groups: Vec<Group>,
     /// What start-up found: members of the table of builders.
     startup: Value,
+    stats: StatsReader,
     /// Also serialises changes: one reload or rollback at a time.
     state: Mutex<Option<StateDir>>,
 }
@@ -39,12 +44,14 @@ impl Host {
         sandbox: Sandbox,
         groups: Vec<Group>,
         startup: Value,
+        stats: StatsReader,
         state: Option<StateDir>,
     ) -> Self {
         Host {
             sandbox,
             groups,
             startup,
+            stats,
             state: Mutex::new(state),
         }
     }
@@ -165,8 +172,41 @@ impl Control for Host {
             .collect::<Result<Vec<Value>, String>>()?;
         let mut table = self.startup.clone();
         table["builders"] = json!(builders);
+        table["engine"] = engine(&(self.stats)());
         Ok(table)
     }
+}
+
+/// The engine's counts, and the nanoseconds of each part of all its steps.
+pub fn engine(stats: &EngineStats) -> Value {
+    let total = &stats.total;
+    json!({
+        "steps": stats.steps,
+        "failed_steps": stats.failed_steps,
+        "fallback_steps": stats.fallback_steps,
+        "tokens_computed": stats.tokens_computed,
+        "tokens_sampled": stats.tokens_sampled,
+        "preemptions": stats.preemptions,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "total_ns": {
+            "schedule": total.schedule_ns,
+            "batch": total.batch_ns,
+            "build": total.build_ns,
+            "verify": total.verify_ns,
+            "prepare": total.prepare_ns,
+            "submit": total.submit_ns,
+            "wait": total.wait_ns,
+            "model": total.model_ns,
+            "sample": total.sample_ns,
+            "output": total.output_ns,
+        },
+        "device_total_ns": {
+            "copy": total.copy_ns,
+            "kernel": total.kernel_ns,
+            "idle": total.idle_ns,
+        },
+    })
 }
 
 fn value(data: &impl serde::Serialize) -> Result<Value, String> {

@@ -128,7 +128,71 @@ pub fn render(table: &Value) -> String {
             escape(survived)
         );
     }
+    engine(&table["engine"], &mut text);
+    memory(&table["memory"], &mut text);
     text
+}
+
+/// Counts of the engine, and where its steps' time went.
+fn engine(engine: &Value, text: &mut String) {
+    let Some(steps) = engine["steps"].as_f64() else {
+        return;
+    };
+    let mut counter = |name: &str, help: &str, value: f64| {
+        let _ = writeln!(
+            text,
+            "# HELP {name} {help}\n# TYPE {name} counter\n{name} {value}"
+        );
+    };
+    counter(
+        "timetable_steps_total",
+        "Steps with at least one row.",
+        steps,
+    );
+    counter(
+        "timetable_failed_steps_total",
+        "Steps whose requests failed.",
+        number(&engine["failed_steps"]),
+    );
+    counter(
+        "timetable_tokens_sampled_total",
+        "Tokens sampled.",
+        number(&engine["tokens_sampled"]),
+    );
+    for (name, help, parts) in [
+        (
+            "timetable_step_seconds_total",
+            "Time of the step thread, by part of a step.",
+            &engine["total_ns"],
+        ),
+        (
+            "timetable_device_seconds_total",
+            "Time of the device: copies to it, kernels, and idle between two steps.",
+            &engine["device_total_ns"],
+        ),
+    ] {
+        let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter");
+        for (part, ns) in parts.as_object().into_iter().flatten() {
+            let seconds = number(ns) / 1e9;
+            let _ = writeln!(text, "{name}{{part=\"{}\"}} {seconds}", escape(part));
+        }
+    }
+}
+
+/// What the device's memory is used for; nothing on the CPU.
+fn memory(memory: &Value, text: &mut String) {
+    let Some(parts) = memory.as_object() else {
+        return;
+    };
+    let name = "timetable_device_memory_bytes";
+    let _ = writeln!(
+        text,
+        "# HELP {name} Memory of the device, by use.\n# TYPE {name} gauge"
+    );
+    for (part, bytes) in parts.iter().filter(|(part, _)| part.ends_with("_bytes")) {
+        let part = escape(part.trim_end_matches("_bytes"));
+        let _ = writeln!(text, "{name}{{use=\"{part}\"}} {}", number(bytes));
+    }
 }
 
 fn number(value: &Value) -> f64 {
@@ -157,6 +221,11 @@ mod tests {
                 "splits": { "max": 4 }, "work_items": { "max": 9 }, "faults": { "trap": 2 },
             }],
             "cudagraph_mode": { "configured": "FULL_AND_PIECEWISE", "survived": "NONE" },
+            "engine": {
+                "steps": 13, "failed_steps": 1, "tokens_sampled": 20,
+                "total_ns": { "build": 1_500_000 }, "device_total_ns": { "kernel": 2_000_000, "idle": 0 },
+            },
+            "memory": { "weights_bytes": 1024, "blocks": 7 },
         }));
         for line in [
             "# TYPE timetable_builder_steps_total counter",
@@ -165,6 +234,10 @@ mod tests {
             "timetable_builder_build_seconds{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",quantile=\"0.5\"} 0.0000015",
             "timetable_builder_faults_total{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",kind=\"trap\"} 2",
             "timetable_cudagraph_mode_info{configured=\"FULL_AND_PIECEWISE\",survived=\"NONE\"} 1",
+            "timetable_steps_total 13",
+            "timetable_step_seconds_total{part=\"build\"} 0.0015",
+            "timetable_device_seconds_total{part=\"kernel\"} 0.002",
+            "timetable_device_memory_bytes{use=\"weights\"} 1024",
         ] {
             assert!(
                 text.lines().any(|found| found == line),

@@ -11,7 +11,7 @@ mod path;
 mod server;
 
 pub use client::call;
-pub use host::{Group, Host};
+pub use host::{Group, Host, engine};
 pub use path::{default_path, prepare};
 pub use server::{Control, Server};
 

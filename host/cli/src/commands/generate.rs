@@ -137,12 +137,26 @@ fn summary(
     let generated: usize = answers.iter().map(|answer| answer.tokens.len()).sum();
     let prompt: usize = prompts.iter().map(Vec::len).sum();
     let seconds = elapsed.as_secs_f64().max(1e-9);
-    format!(
+    let mut text = format!(
         "{prompt} prompt tokens, {generated} generated in {seconds:.2} s ({:.1} tokens/s), {} steps, {} served by the plain builder after a fault",
         generated as f64 / seconds,
         stats.steps,
         stats.fallback_steps,
-    )
+    );
+    let total = &stats.total;
+    if total.kernel_ns > 0 {
+        let us = |ns: u64| ns as f64 / 1e3 / stats.steps.max(1) as f64;
+        text.push_str(&format!(
+            "\na step on the device: kernels {:.1} µs, copies {:.1} µs, idle {:.1} µs; on the host: build {:.1} µs, verify {:.1} µs, all but waiting {:.1} µs",
+            us(total.kernel_ns),
+            us(total.copy_ns),
+            us(total.idle_ns),
+            us(total.build_ns),
+            us(total.verify_ns),
+            us(total.host_ns()),
+        ));
+    }
+    text
 }
 
 fn report(
@@ -171,7 +185,16 @@ fn report(
         })
         .collect();
     let generated: usize = answers.iter().map(|answer| answer.tokens.len()).sum();
-    let mean_us = |ns: u64| ns as f64 / 1e3 / stats.steps.max(1) as f64;
+    let engine = admin::engine(stats);
+    let mean_us = |parts: &Value| -> Value {
+        let mean = |ns: &Value| ns.as_f64().unwrap_or(0.0) / 1e3 / stats.steps.max(1) as f64;
+        let parts = parts.as_object().into_iter().flatten();
+        Value::Object(
+            parts
+                .map(|(part, ns)| (part.clone(), json!(mean(ns))))
+                .collect(),
+        )
+    };
     json!({
         "model": arguments.model,
         "outputs": outputs,
@@ -182,16 +205,9 @@ fn report(
         "failed_steps": stats.failed_steps,
         "preemptions": stats.preemptions,
         "prefix_cache": { "queried_tokens": stats.prefix_queries, "hit_tokens": stats.prefix_hits },
-        "step_mean_us": {
-            "schedule": mean_us(stats.total.schedule_ns),
-            "batch": mean_us(stats.total.batch_ns),
-            "build": mean_us(stats.total.build_ns),
-            "verify": mean_us(stats.total.verify_ns),
-            "prepare": mean_us(stats.total.prepare_ns),
-            "model": mean_us(stats.total.model_ns),
-            "sample": mean_us(stats.total.sample_ns),
-            "output": mean_us(stats.total.output_ns),
-        },
+        "step_mean_us": mean_us(&engine["total_ns"]),
+        "device_step_mean_us": mean_us(&engine["device_total_ns"]),
+        "memory": builders["memory"],
         "builders": builders["builders"],
         "cudagraph_mode": builders["cudagraph_mode"],
         "hazards": builders["hazards"],

@@ -2,12 +2,14 @@
 
 mod ask;
 pub mod backends;
+pub mod bench;
 pub mod build;
 pub mod components;
 pub mod control;
 pub mod explain_graphs;
 pub mod generate;
 mod progress;
+pub mod selftest;
 mod table;
 
 use std::io::{Read, Write};

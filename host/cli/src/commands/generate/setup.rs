@@ -8,15 +8,17 @@ use timetable_attention::graphs::Outcome;
 use timetable_engine::model::{LoadOptions, Model, Weights};
 use timetable_engine::tokenizer::Tokenizer;
 use timetable_engine::{
-    AttentionPlan, BuilderSource, CacheSize, Engine, EngineConfig, EngineHandle, KvCacheDtype,
+    AttentionPlan, BuilderSource, CacheSize, DeviceChoice, Engine, EngineConfig, EngineError,
+    EngineHandle, KvCacheDtype, ModelDtype,
 };
 use timetable_sandbox::{CodeCache, Component, Limits, Sandbox, StateDir};
 
 use crate::admin::{Group, Host};
-use crate::cli::{Generate, KvCacheDtypeArg, WeightsArg};
+use crate::cli::{DtypeArg, Generate, KvCacheDtypeArg, WeightsArg};
 use crate::commands::explain_graphs::mode;
 use crate::commands::progress::Progress;
 use crate::commands::{embedded, read_component};
+use crate::device::DeviceArg;
 use crate::exit::{Exit, Failure};
 
 /// What `generate` works with.
@@ -92,7 +94,7 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         &sandbox,
         &source,
     )
-    .map_err(|error| bad(&error))?;
+    .map_err(|error| refused(&error))?;
     progress.finish();
 
     let groups = engine
@@ -105,11 +107,21 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         .collect();
     let startup = startup(&engine);
     let engine = EngineHandle::spawn(engine).map_err(Failure::of(Exit::Failure))?;
+    let stats = Box::new(engine.stats_reader());
     Ok(Running {
         engine,
         tokenizer,
-        host: Host::new(sandbox, groups, startup, state),
+        host: Host::new(sandbox, groups, startup, stats, state),
     })
+}
+
+/// Why there is no engine, with the exit status of its kind.
+fn refused(error: &EngineError) -> Failure {
+    let exit = match error {
+        EngineError::Device(_) => Exit::Device,
+        _ => Exit::BadInput,
+    };
+    Failure::new(exit, error)
 }
 
 /// The component that serves: given on the command line, else what was active before, else the embedded one.
@@ -182,27 +194,60 @@ fn startup(engine: &Engine) -> Value {
 
 /// The engine's settings; `requested` is the backend that was named.
 fn config(arguments: &Generate, requested: Option<String>) -> Result<EngineConfig, Failure> {
-    let scheduling = &arguments.scheduling;
+    let Generate {
+        attention,
+        scheduling,
+        device,
+        ..
+    } = arguments;
     let defaults = EngineConfig::default();
+    let (device, graphs, fraction) = match device {
+        DeviceArg::Cpu => (DeviceChoice::Cpu, "NONE", scheduling.memory_fraction),
+        DeviceArg::Cuda(ordinal) => (
+            DeviceChoice::Cuda {
+                ordinal: *ordinal as usize,
+            },
+            "FULL_AND_PIECEWISE",
+            scheduling.gpu_memory_utilization,
+        ),
+    };
     Ok(EngineConfig {
+        device,
+        model_dtype: match arguments.dtype {
+            DtypeArg::Auto => ModelDtype::Auto,
+            DtypeArg::Bfloat16 => ModelDtype::Bfloat16,
+            DtypeArg::Float16 => ModelDtype::Float16,
+            DtypeArg::Float32 => ModelDtype::Float32,
+        },
         attention_backend: requested,
-        cudagraph_mode: mode("--cudagraph-mode", &arguments.attention.cudagraph_mode)?,
+        cudagraph_mode: mode(
+            "--cudagraph-mode",
+            attention.cudagraph_mode.as_deref().unwrap_or(graphs),
+        )?,
+        cudagraph_capture_sizes: attention.cudagraph_capture_sizes.clone(),
+        async_scheduling: match (scheduling.async_scheduling, scheduling.no_async_scheduling) {
+            (true, _) => Some(true),
+            (_, true) => Some(false),
+            _ => None,
+        },
         max_num_seqs: scheduling.max_num_seqs,
         max_num_batched_tokens: scheduling.max_num_batched_tokens,
         max_model_len: scheduling.max_model_len,
         block_size: scheduling.block_size,
         enable_prefix_caching: !scheduling.no_enable_prefix_caching,
-        kv_cache_dtype: match arguments.attention.kv_cache_dtype {
+        kv_cache_dtype: match attention.kv_cache_dtype {
             KvCacheDtypeArg::Auto => KvCacheDtype::Auto,
             KvCacheDtypeArg::Float32 => KvCacheDtype::Float32,
             KvCacheDtypeArg::Bfloat16 => KvCacheDtype::Bfloat16,
+            KvCacheDtypeArg::Float16 => KvCacheDtype::Float16,
+            KvCacheDtypeArg::Fp8 => KvCacheDtype::Fp8E4m3,
         },
         cache_size: match scheduling.num_gpu_blocks_override {
             Some(blocks) => CacheSize::Blocks(blocks),
-            None => CacheSize::MemoryFraction(scheduling.memory_fraction),
+            None => CacheSize::MemoryFraction(fraction),
         },
         num_workers: scheduling.threads.map_or(defaults.num_workers, u32::from),
-        builder_options: arguments.attention.builder_option.clone(),
+        builder_options: attention.builder_option.clone(),
         ..defaults
     })
 }

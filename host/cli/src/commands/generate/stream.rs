@@ -62,6 +62,7 @@ pub fn collect(streams: &[RequestStream], show: bool) -> Result<Vec<Answer>, Fai
                 answer.error = error.map(|error| AnswerError {
                     exit: match &error {
                         RequestError::Step(_) => Exit::Refused,
+                        RequestError::Device(_) => Exit::Device,
                         RequestError::Model(_) | RequestError::Stopped => Exit::Failure,
                         _ => Exit::BadInput,
                     },
