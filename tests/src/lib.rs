@@ -6,3 +6,4 @@ pub mod drive;
 pub mod families;
 pub mod naive;
 pub mod step_host;
+pub mod two_in_flight;

@@ -261,7 +261,7 @@ impl InputBatch {
         );
     }
 
-    /// Adds the row of a scheduled request: its next `num_tokens` tokens.
+    /// Adds the row of a scheduled request: its next `num_tokens` tokens, of which at most the last is not known yet.
     ///
     /// # Panics
     /// If the request is not running, or as [`InputBatch::push`].
@@ -273,7 +273,7 @@ impl InputBatch {
             epoch: request.epoch,
             num_computed: request.num_computed,
             tokens: &request.tokens[request.num_computed.min(known)..end.min(known)],
-            feed: request.pending.filter(|_| end > known),
+            feed: (end > known).then_some(request.feed),
             blocks: &request.blocks.ids,
             is_prefilling: request.is_prefilling(),
             wants_logits: end == request.num_tokens_with_pending(),

@@ -6,7 +6,7 @@
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     thread::JoinHandle,
@@ -109,6 +109,7 @@ pub struct EngineHandle {
     next_id: AtomicU64,
     reload_handles: Vec<ReloadHandle>,
     stats: Arc<Mutex<EngineStats>>,
+    fatal: Arc<OnceLock<String>>,
 }
 
 impl EngineHandle {
@@ -120,11 +121,13 @@ impl EngineHandle {
         let (commands, inbox) = unbounded();
         let reload_handles = engine.reload_handles();
         let stats = Arc::new(Mutex::new(engine.stats()));
+        let fatal = Arc::new(OnceLock::new());
         let mut step_loop = StepLoop {
             engine,
             inbox,
             readers: HashMap::new(),
             stats: stats.clone(),
+            fatal: fatal.clone(),
         };
         let thread = std::thread::Builder::new()
             .name("timetable-step".to_owned())
@@ -135,6 +138,7 @@ impl EngineHandle {
             next_id: AtomicU64::new(0),
             reload_handles,
             stats,
+            fatal,
         })
     }
 
@@ -172,6 +176,12 @@ impl EngineHandle {
         move || *stats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Why the engine takes no further request: its device is gone. None while it lives. Requests that ran have ended with
+    /// this error; new ones do at once.
+    pub fn fatal_error(&self) -> Option<String> {
+        self.fatal.get().cloned()
+    }
+
     /// Stops the engine and waits for its thread.
     pub fn shutdown(mut self) {
         self.stop();
@@ -199,6 +209,7 @@ struct StepLoop {
     inbox: Receiver<Command>,
     readers: HashMap<RequestId, Sender<RequestEvent>>,
     stats: Arc<Mutex<EngineStats>>,
+    fatal: Arc<OnceLock<String>>,
 }
 
 impl StepLoop {
@@ -260,6 +271,9 @@ impl StepLoop {
 
     fn step(&mut self) {
         self.engine.step();
+        if let Some(message) = self.engine.fatal_error() {
+            self.fatal.get_or_init(|| message.to_owned());
+        }
         let mut gone = Vec::new();
         for update in self.engine.take_updates() {
             let RequestUpdate {

@@ -25,9 +25,11 @@ pub struct Request {
     /// Tokens known when the request was (re)admitted: those before it are prefill.
     pub(crate) prefill_len: usize,
     pub(crate) num_computed: usize,
-    /// A token after `tokens` that a step in flight chooses: its id where it is known all the same, else a
-    /// [feed reference](crate::batch::feed_reference) for the step that is submitted next.
-    pub(crate) pending: Option<i32>,
+    /// Tokens after `tokens` that steps in flight choose.
+    pub(crate) num_pending: usize,
+    /// Stands for the last of them in the step that is submitted next: its id where it is known all the same, else a
+    /// [feed reference](crate::batch::feed_reference).
+    pub(crate) feed: i32,
     /// No further token once there are this many.
     pub(crate) max_total_tokens: usize,
     pub(crate) blocks: RequestBlocks,
@@ -59,9 +61,9 @@ impl Request {
         self.num_computed
     }
 
-    /// Known tokens, and the one that a step in flight chooses.
+    /// Known tokens, and those that steps in flight choose.
     pub(crate) fn num_tokens_with_pending(&self) -> usize {
-        self.tokens.len() + usize::from(self.pending.is_some())
+        self.tokens.len() + self.num_pending
     }
 
     /// Blocks held, in the order of the tokens.
@@ -89,8 +91,8 @@ impl Request {
         self.tokens.len() >= self.max_total_tokens
     }
 
-    /// Will it be there once the pending token is known?
+    /// Will it be there once the pending tokens are known?
     pub(crate) fn is_at_limit_with_pending(&self) -> bool {
-        self.pending.is_some() && self.num_tokens_with_pending() >= self.max_total_tokens
+        self.num_pending > 0 && self.num_tokens_with_pending() >= self.max_total_tokens
     }
 }

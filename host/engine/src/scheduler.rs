@@ -4,8 +4,8 @@
 //! which they were admitted; then waiting ones, with as much of their prompt as the token budget leaves (chunked prefill).
 //! When a running request finds no block, the youngest running request loses all of its blocks and is computed again later.
 //!
-//! A step may be scheduled while the one before it runs: a row whose token is not known yet counts as one token longer
-//! (`pending`). Blocks that a request gives back meanwhile may be handed out at once, because a device runs steps in the order
+//! A step may be scheduled while the one before it runs: a request whose token is not known yet counts as one token longer
+//! (`num_pending`). Blocks that a request gives back meanwhile may be handed out at once, because a device runs steps in the order
 //! in which they were submitted.
 //!
 //! The scheduler must never know the model, a tensor, or a metadata builder.
@@ -201,7 +201,8 @@ impl Scheduler {
             prompt_len,
             prefill_len: prompt_len,
             num_computed: 0,
-            pending: None,
+            num_pending: 0,
+            feed: 0,
             max_total_tokens,
             blocks: RequestBlocks::default(),
             slot: None,
@@ -317,7 +318,7 @@ impl Scheduler {
             }
             let request = self.requests[key.index()].as_mut().expect("waiting");
             // It lost its blocks while a step in flight chooses a token for it: it starts again once that is known.
-            if request.pending.is_some() {
+            if request.num_pending > 0 {
                 break;
             }
             let hit = self.kv.cached_prefix(&mut request.blocks, &request.tokens);
@@ -386,14 +387,16 @@ impl Scheduler {
     /// an id or a [feed reference](crate::batch::feed_reference). The request goes on meanwhile.
     pub fn set_pending(&mut self, key: RequestKey, feed: i32) {
         let request = self.requests[key.index()].as_mut().expect("not ended");
-        request.pending = Some(feed);
+        request.num_pending += 1;
+        request.feed = feed;
     }
 
-    /// Appends a token that the model produced: the pending one, if one is.
+    /// Appends a token that the model produced: the first pending one, if one is.
     pub fn append(&mut self, key: RequestKey, token: u32) {
         let request = self.requests[key.index()].as_mut().expect("not ended");
         request.tokens.push(token);
-        if request.pending.take().is_some() {
+        if request.num_pending > 0 {
+            request.num_pending -= 1;
             // With this token the block that it ends has a name.
             let num_computed = request.num_computed;
             self.publish(key, num_computed);

@@ -7,4 +7,5 @@ mod reload;
 mod scheduler;
 mod tiny_llama;
 mod trace;
+mod two_in_flight;
 mod windows;

@@ -40,6 +40,7 @@ pub fn run(arguments: &Generate) -> Result<(), Failure> {
     let elapsed = started.elapsed();
     let stats = engine.stats();
     let builders = host.builders().map_err(Failure::of(Exit::Failure))?;
+    let fatal = engine.fatal_error();
     engine.shutdown();
 
     if arguments.json {
@@ -49,9 +50,13 @@ pub fn run(arguments: &Generate) -> Result<(), Failure> {
     } else {
         eprintln!("{}", summary(&prompts, &answers, elapsed, &stats));
     }
-    match answers.iter().find_map(|answer| answer.error.as_ref()) {
-        None => Ok(()),
-        Some(error) => Err(Failure::new(error.exit, &error.message)),
+    match (
+        answers.iter().find_map(|answer| answer.error.as_ref()),
+        fatal,
+    ) {
+        (Some(error), _) => Err(Failure::new(error.exit, &error.message)),
+        (None, Some(message)) => Err(Failure::new(Exit::Device, message)),
+        (None, None) => Ok(()),
     }
 }
 

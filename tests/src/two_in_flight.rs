@@ -1,0 +1,214 @@
+//! The CPU executor behind two steps in flight: what the step loop sees of a device that runs steps by itself, without one.
+//! It hands each step's tokens out one step late, mirrors the block table from the recorded changes, pads batches as graphs
+//! would, and fails where it is told to. Knows no test.
+
+use timetable_attention::{
+    VerifyContext,
+    graphs::{BatchExecutionDescriptor, BatchQuery, RuntimeMode},
+};
+use timetable_engine::{
+    AttentionPlan, BuilderSource, CpuExecutor, Engine, EngineConfig, EngineError, Executor,
+    ModelRunner,
+    executor::{DeviceFacts, ExecutorSetup, GraphPlan, Step, StepFailure, StepResults, Unprepared},
+    model::ModelConfig,
+    tokenizer::Tokenizer,
+};
+use timetable_types::Metadata;
+
+use crate::drive;
+
+/// What goes wrong, by the number of the step, from 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// `submit` fails.
+    Submit {
+        /// Which step.
+        step: usize,
+        /// Is the device gone?
+        fatal: bool,
+    },
+    /// `collect` fails, and nothing that the step or the one after it should have written was written.
+    Collect {
+        /// Which step.
+        step: usize,
+        /// Is the device gone?
+        fatal: bool,
+    },
+}
+
+/// How the executor behaves.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Behaviour {
+    /// Pad rows and tokens of batches to the next multiples of these, as full graphs do. 0: never.
+    pub pad_to: (u32, u32),
+    /// Pad only batches that consist of decodes.
+    pub pad_only_decodes: bool,
+    /// What goes wrong.
+    pub fault: Option<Fault>,
+}
+
+/// A step that was submitted.
+enum InFlight {
+    /// The inner executor has its tokens.
+    Ran,
+    /// It did not run; its tokens are made up, so many.
+    Skipped(usize),
+    /// It did not run, and fails when it is collected.
+    Failed,
+}
+
+/// See the module.
+pub struct TwoInFlight {
+    inner: CpuExecutor,
+    behaviour: Behaviour,
+    shape: (usize, usize),
+    table: Vec<i32>,
+    in_flight: std::collections::VecDeque<InFlight>,
+    submitted: usize,
+    collected: usize,
+}
+
+impl TwoInFlight {
+    /// Around a model.
+    pub fn new(model: Box<dyn ModelRunner>, behaviour: Behaviour) -> Self {
+        Self {
+            inner: CpuExecutor::new(model),
+            behaviour,
+            shape: (0, 0),
+            table: Vec::new(),
+            in_flight: std::collections::VecDeque::new(),
+            submitted: 0,
+            collected: 0,
+        }
+    }
+
+    fn mirror(&mut self, step: &mut Step<'_>) {
+        let width = step.batch.table_width();
+        for update in step.batch.table_updates() {
+            let start = update.row * width + update.first_column;
+            self.table[start..start + update.entries.len()].copy_from_slice(update.entries);
+        }
+        step.batch.clear_table_updates();
+        let host = step.batch.inputs().block_table.data;
+        assert_eq!(
+            &self.table[..host.len()],
+            host,
+            "the changes that were recorded make the device's table the host's"
+        );
+    }
+}
+
+fn failure(fatal: bool) -> StepFailure {
+    StepFailure::Device {
+        message: "made to fail".to_owned(),
+        fatal,
+    }
+}
+
+impl Executor for TwoInFlight {
+    fn model_config(&self) -> &ModelConfig {
+        self.inner.model_config()
+    }
+
+    fn facts(&self, config: &EngineConfig) -> Result<DeviceFacts, EngineError> {
+        self.inner.facts(config)
+    }
+
+    fn depth(&self) -> usize {
+        2
+    }
+
+    fn setup(&mut self, setup: &ExecutorSetup<'_>) -> Result<(), EngineError> {
+        self.shape = (setup.shape.max_num_seqs, setup.shape.max_num_batched_tokens);
+        self.table = vec![0; setup.shape.max_num_seqs * setup.table_width];
+        self.inner.setup(setup)
+    }
+
+    fn start(&mut self, graphs: GraphPlan) -> Result<usize, EngineError> {
+        self.inner.start(graphs)
+    }
+
+    fn dispatch(&mut self, query: &BatchQuery) -> BatchExecutionDescriptor {
+        let eager = self.inner.dispatch(query);
+        let (rows, tokens) = self.behaviour.pad_to;
+        let decodes = query.uniform_token_count == Some(1);
+        if rows == 0 || (self.behaviour.pad_only_decodes && !decodes) {
+            return eager;
+        }
+        let pad = |count: u32, to: u32, most: usize| count.next_multiple_of(to).min(most as u32);
+        BatchExecutionDescriptor {
+            cg_mode: RuntimeMode::Full,
+            num_tokens: pad(query.num_tokens, tokens, self.shape.1),
+            num_reqs: Some(pad(query.num_reqs, rows, self.shape.0)),
+            ..eager
+        }
+    }
+
+    fn prepare(
+        &mut self,
+        group: usize,
+        metadata: &Metadata,
+        context: &VerifyContext<'_>,
+    ) -> Result<(), Unprepared> {
+        self.inner.prepare(group, metadata, context)
+    }
+
+    fn submit(&mut self, mut step: Step<'_>) -> Result<(), StepFailure> {
+        assert!(self.in_flight.len() < 2, "a third step was submitted");
+        let number = self.submitted;
+        self.submitted += 1;
+        self.mirror(&mut step);
+        match self.behaviour.fault {
+            Some(Fault::Submit { step, fatal }) if step == number => Err(failure(fatal)),
+            Some(Fault::Collect { step, .. }) if step == number => {
+                self.in_flight.push_back(InFlight::Failed);
+                Ok(())
+            }
+            Some(Fault::Collect { step: failed, .. })
+                if failed + 1 == number && self.collected <= failed =>
+            {
+                let tokens = step.batch.logits_rows().len();
+                self.in_flight.push_back(InFlight::Skipped(tokens));
+                Ok(())
+            }
+            _ => {
+                self.inner.submit(step)?;
+                self.in_flight.push_back(InFlight::Ran);
+                Ok(())
+            }
+        }
+    }
+
+    fn collect(&mut self, results: &mut StepResults) -> Result<(), StepFailure> {
+        self.collected += 1;
+        match self.in_flight.pop_front() {
+            Some(InFlight::Ran) => self.inner.collect(results),
+            Some(InFlight::Skipped(tokens)) => {
+                results.tokens.resize(tokens, Ok(7));
+                Ok(())
+            }
+            Some(InFlight::Failed) => {
+                let fatal = matches!(
+                    self.behaviour.fault,
+                    Some(Fault::Collect { fatal: true, .. })
+                );
+                Err(failure(fatal))
+            }
+            None => panic!("collected without a step in flight"),
+        }
+    }
+}
+
+/// An engine with two steps in flight.
+pub fn engine(
+    config: &EngineConfig,
+    model: Box<dyn ModelRunner>,
+    behaviour: Behaviour,
+    tokenizer: Option<std::sync::Arc<Tokenizer>>,
+    source: &BuilderSource,
+) -> Engine {
+    let plan = AttentionPlan::new(config, model.config()).expect("a plan");
+    let executor = Box::new(TwoInFlight::new(model, behaviour));
+    Engine::with_executor(config, plan, executor, tokenizer, drive::sandbox(), source)
+        .expect("the engine starts")
+}
