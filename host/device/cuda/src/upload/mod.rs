@@ -10,7 +10,6 @@ mod lower;
 mod lower_tests;
 mod pack;
 mod ring;
-mod table;
 #[cfg(test)]
 pub(crate) mod testing;
 
@@ -20,4 +19,3 @@ pub use lower::{LowerContext, LowerError};
 pub(crate) use pack::Sink;
 pub use pack::{Destination, PackError, Packed, Packer, Phase, Stage};
 pub use ring::{StepMarks, UnpackStep, UploadRing, UploadSize};
-pub use table::TableMirror;
