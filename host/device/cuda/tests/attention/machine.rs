@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use rand::Rng;
 use timetable_device_cuda::{
     CudaError, Kernels,
     attention::{AttentionIo, GroupLaunch, GroupState, Launch, Workspace, WorkspaceSize},
