@@ -51,9 +51,6 @@ pub enum CudaStartError {
 
 impl From<CudaStartError> for EngineError {
     fn from(error: CudaStartError) -> Self {
-        match error {
-            CudaStartError::Model(error) => EngineError::Profile(error),
-            other => EngineError::Device(other.to_string()),
-        }
+        EngineError::Device(error.to_string())
     }
 }
