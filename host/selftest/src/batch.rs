@@ -44,6 +44,10 @@ pub struct Shape {
     pub kv_lens: Vec<usize>,
     /// Tokens beyond the last request's.
     pub padding: usize,
+    /// Blocks of the cache at least; those that are nobody's hold NaN.
+    pub min_blocks: usize,
+    /// Columns of the block table at least.
+    pub min_width: usize,
 }
 
 impl Shape {
@@ -63,6 +67,8 @@ impl Shape {
             query_lens: Vec::new(),
             kv_lens: Vec::new(),
             padding: 0,
+            min_blocks: 0,
+            min_width: 0,
         }
     }
 
@@ -260,12 +266,12 @@ impl Batch {
     ) -> Self {
         let (page, content) = (shape.page, 2 * shape.head_size);
         let pages: Vec<usize> = shape.kv_lens.iter().map(|len| len.div_ceil(page)).collect();
-        let num_blocks = pages.iter().sum::<usize>() + 2;
+        let num_blocks = (pages.iter().sum::<usize>() + 2).max(shape.min_blocks);
         let mut order: Vec<i32> = (1..num_blocks as i32).collect();
         random.shuffle(&mut order);
         // The block that is left over is nobody's: what unused columns name.
         let nobody = order.pop().unwrap_or(0);
-        let width = pages.iter().copied().max().unwrap_or(0) + 1;
+        let width = (pages.iter().copied().max().unwrap_or(0) + 1).max(shape.min_width);
         let (mut k_scale, mut v_scale) = (vec![1.0; shape.kv_heads], vec![1.0; shape.kv_heads]);
         if shape.cache_dtype == Dtype::Float8E4m3 {
             for scale in k_scale.iter_mut().chain(&mut v_scale) {

@@ -2,10 +2,10 @@
 //! know a device.
 
 use timetable_attention::{
-    Grant, MetadataBuilder, Verifier, VerifyContext, batch::GroupStep, verify_step,
+    Grant, MetadataBuilder, StepInputs, Verifier, VerifyContext, batch::GroupStep, verify_step,
 };
 use timetable_sandbox::{Limits, Sandbox, WasmBuilder};
-use timetable_types::{BuilderConfig, LaunchPromise, Metadata};
+use timetable_types::{BuilderConfig, CaptureShape, LaunchPromise, Metadata};
 
 /// A component's builder, and what judges it.
 pub struct Builder {
@@ -40,6 +40,34 @@ impl Builder {
     /// What the builder was made of.
     pub fn config(&self) -> &BuilderConfig {
         &self.config
+    }
+
+    /// What the builder promises for a graph of that shape.
+    ///
+    /// # Errors
+    /// It promises nothing.
+    pub fn promise(&mut self, shape: &CaptureShape) -> Result<LaunchPromise, Refused> {
+        self.builder
+            .launch_promise(shape)
+            .map_err(|fault| format!("no launch promise: {fault}"))
+    }
+
+    /// What a step and its metadata are judged in.
+    pub fn context<'a>(
+        &'a self,
+        step: &'a GroupStep,
+        inputs: &'a StepInputs<'a>,
+        num_blocks: usize,
+        promise: Option<&'a LaunchPromise>,
+    ) -> VerifyContext<'a> {
+        VerifyContext {
+            config: &self.config,
+            common: &step.cam,
+            inputs,
+            promise,
+            grant: Grant::Exact,
+            num_blocks: num_blocks as u32,
+        }
     }
 
     /// The step's metadata, verified as the engine would.

@@ -12,6 +12,7 @@ pub mod compare;
 pub mod element;
 pub mod gpu;
 pub mod paged;
+pub mod pipeline;
 pub mod random;
 pub mod report;
 
@@ -20,7 +21,7 @@ use std::time::Instant;
 use timetable_device_cuda::CudaError;
 
 use crate::{
-    checks::{Context, SETS},
+    checks::{CheckError, Context, SETS},
     gpu::Gpu,
     random::Random,
     report::{Group, Report},
@@ -62,7 +63,7 @@ pub enum SelftestError {
         /// What failed.
         error: CudaError,
     },
-    /// The components cannot be run.
+    /// A component cannot be run.
     #[error("the sandbox: {0}")]
     Sandbox(String),
     /// No set is called so.
@@ -98,10 +99,13 @@ pub fn run(options: &Options, mut shown: impl FnMut(&Group)) -> Result<Report, S
             quick: options.quick,
             soak: options.soak,
         };
-        let made = check(&mut context).map_err(|error| SelftestError::Set {
-            set: name,
-            seed: options.seed,
-            error,
+        let made = check(&mut context).map_err(|error| match error {
+            CheckError::Device(error) => SelftestError::Set {
+                set: name,
+                seed: options.seed,
+                error,
+            },
+            CheckError::Sandbox(message) => SelftestError::Sandbox(message),
         })?;
         for group in made {
             shown(&group);

@@ -4,7 +4,7 @@
 use timetable_device_cuda::{CudaError, driver::DevicePtr, kernels::AttentionKind};
 use timetable_types::Dtype;
 
-use super::Context;
+use super::{CheckError, Context};
 use crate::{
     batch::{Answer, Batch, Shape},
     compare::{lse_error, row_error},
@@ -38,7 +38,7 @@ enum How {
     Plain,
 }
 
-pub(super) fn run(context: &mut Context<'_>) -> Result<Vec<Group>, CudaError> {
+pub(super) fn run(context: &mut Context<'_>) -> Result<Vec<Group>, CheckError> {
     let mut groups = Vec::new();
     for (dtype, cache_dtype) in PAIRS {
         for (name, how) in [
@@ -143,6 +143,7 @@ fn random_shape(
         } else {
             random.count(1, 6)
         },
+        ..Shape::new()
     }
 }
 

@@ -7,7 +7,7 @@ use timetable_device_cuda::{
 };
 use timetable_types::Dtype;
 
-use super::Context;
+use super::{CheckError, Context};
 use crate::{compare::row_error, element, gpu::Gpu, report::Group};
 
 /// Tokens, columns of the output, columns of the input.
@@ -20,7 +20,7 @@ const SIZES: [(usize, usize, usize); 6] = [
     (257, 136, 72),
 ];
 
-pub(super) fn run(context: &mut Context<'_>) -> Result<Vec<Group>, CudaError> {
+pub(super) fn run(context: &mut Context<'_>) -> Result<Vec<Group>, CheckError> {
     let mut groups = Vec::new();
     for (dtype, gemm_dtype) in [
         (Dtype::Bfloat16, GemmDtype::Bf16),

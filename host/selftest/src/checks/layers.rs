@@ -8,7 +8,7 @@ use timetable_device_cuda::{
 };
 use timetable_types::Dtype;
 
-use super::{Context, ELEMENTS, rows};
+use super::{CheckError, Context, ELEMENTS, rows};
 use crate::{
     compare::{lse_error, rounding_error, row_error},
     element,
@@ -18,7 +18,7 @@ use crate::{
 
 const EPS: f32 = 1e-5;
 
-pub(super) fn run(context: &mut Context<'_>) -> Result<Vec<Group>, CudaError> {
+pub(super) fn run(context: &mut Context<'_>) -> Result<Vec<Group>, CheckError> {
     let mut groups = Vec::new();
     for (element, dtype) in ELEMENTS {
         let mut case = Case {

@@ -6,6 +6,9 @@ mod layers;
 mod replay;
 mod sampling;
 mod scatter;
+mod soak;
+mod steps;
+mod unpack;
 
 use timetable_device_cuda::{CudaError, kernels::Element, ops::Rows};
 use timetable_types::Dtype;
@@ -24,8 +27,19 @@ pub struct Context<'a> {
     pub soak: u32,
 }
 
+/// Why a set of checks did not go on.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckError {
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] CudaError),
+    /// A component cannot be run.
+    #[error("{0}")]
+    Sandbox(String),
+}
+
 /// Runs one set of checks.
-pub type Run = fn(&mut Context<'_>) -> Result<Vec<Group>, CudaError>;
+pub type Run = fn(&mut Context<'_>) -> Result<Vec<Group>, CheckError>;
 
 /// Every set, by the name that selects it, in the order of a run.
 pub const SETS: &[(&str, Run)] = &[
@@ -34,6 +48,9 @@ pub const SETS: &[(&str, Run)] = &[
     ("gemm", gemm::run),
     ("sampling", sampling::run),
     ("attention", attention::run),
+    ("unpack", unpack::run),
+    ("steps", steps::run),
+    ("soak", soak::run),
 ];
 
 /// The element types of activations.

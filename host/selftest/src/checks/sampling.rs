@@ -3,13 +3,13 @@
 use timetable_device_cuda::{CudaError, params::SampleRow};
 use timetable_types::Dtype;
 
-use super::{Context, rows};
+use super::{CheckError, Context, rows};
 use crate::report::Group;
 
 /// Where the draw or the nucleus's edge lies closer to another token than this share of the whole, either is right.
 const NEAR: f64 = 1e-5;
 
-pub(super) fn run(context: &mut Context<'_>) -> Result<Vec<Group>, CudaError> {
+pub(super) fn run(context: &mut Context<'_>) -> Result<Vec<Group>, CheckError> {
     let mut exact = Group::new("sampling, one row");
     let mut spread = Group::new("sampling, frequencies");
     let rounds = if context.quick { 2 } else { 12 };

@@ -8,7 +8,7 @@ use timetable_device_cuda::{
 };
 use timetable_types::Dtype;
 
-use super::Context;
+use super::{CheckError, Context};
 use crate::{batch::Shape, element, paged::Strides, report::Group};
 
 const PAIRS: [(Element, Dtype, Dtype); 5] = [
@@ -19,7 +19,7 @@ const PAIRS: [(Element, Dtype, Dtype); 5] = [
     (Element::F16, Dtype::Float16, Dtype::Float8E4m3),
 ];
 
-pub(super) fn run(context: &mut Context<'_>) -> Result<Vec<Group>, CudaError> {
+pub(super) fn run(context: &mut Context<'_>) -> Result<Vec<Group>, CheckError> {
     let mut groups = Vec::new();
     for (element, dtype, cache_dtype) in PAIRS {
         let name = format!(

@@ -30,9 +30,9 @@ pub struct WorkspaceSize {
 }
 
 impl WorkspaceSize {
-    /// Room for every captured graph and for the largest eager step. Partial results have as many rows as splits are useful for,
-    /// and no more than `max_partial_bytes`: where a graph's bounds exceed that, the step is run eagerly; a step that itself splits
-    /// more is refused when it is prepared, with the numbers, and the plain builder, which never splits, serves it.
+    /// Room for every captured graph and for the largest eager step. Partial results have no more than
+    /// `max_partial_bytes`: a step that splits more than they hold is refused when it is prepared, with the numbers, and the plain
+    /// builder, which never splits, serves it.
     pub fn new<'l>(config: &GroupConfig, captured: impl IntoIterator<Item = &'l Launch>) -> Self {
         let (reqs, tokens) = (
             config.limits.max_num_reqs as u64,
@@ -79,6 +79,8 @@ impl WorkspaceSize {
             for (list, &items) in size.max_work_items.iter().enumerate() {
                 partial_rows = partial_rows.max(items * heads * tile(list));
             }
+            partial_rows =
+                partial_rows.min(EAGER_PARTIALS * config.num_multiprocessors as usize * 128);
         }
         for launch in captured {
             for (index, list) in launch.lists.iter().enumerate() {
@@ -92,9 +94,7 @@ impl WorkspaceSize {
             }
         }
         let row_bytes = (config.head_size as usize + 1) * size_of::<f32>();
-        let useful = MAX_PARTIALS * config.num_multiprocessors as usize * 128;
         size.partial_rows = partial_rows
-            .min(useful)
             .min(config.max_partial_bytes / row_bytes)
             .max(1);
         size
@@ -119,9 +119,9 @@ impl WorkspaceSize {
 /// Items that an eager list has room for, where splits would allow more.
 const EAGER_ITEMS: u64 = 1 << 16;
 
-/// Partial results for each multiprocessor at most, at 128 packed rows each: more would take longer to merge than splitting
-/// gains.
-const MAX_PARTIALS: usize = 32;
+/// Partial results of an eager step for each multiprocessor, at 128 packed rows each: many more would take longer to merge than
+/// splitting gains.
+const EAGER_PARTIALS: usize = 32;
 
 /// One list's buffers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use timetable_attention::{ResolveError, Siblings, StepInputs};
 use timetable_types::{ConvChunks, DcpSource, Input, RowRange, StateColumn, Tensor};
 
 use super::buffers::StepPtrs;
-use super::pack::{Destination, PackError, Sink, fits, op};
+use super::pack::{Destination, PackError, Sink, Stage, fits, op};
 use crate::driver::DevicePtr;
 use crate::params::{UnpackKind, UnpackOp};
 
@@ -43,6 +43,21 @@ pub struct LowerContext<'a> {
     pub num_tokens: usize,
     /// Tokens of a kernel block.
     pub block_size: u32,
+}
+
+/// Writes `tensor` to `to`, in the second round, by way of a stage: for whoever checks the device's evaluation of tensors.
+///
+/// # Errors
+/// As the step's own tensors are lowered: if the step has no such tensor, an index lies outside it, or it does not fit the
+/// destination or the stage.
+pub fn stage_tensor(
+    tensor: &Tensor,
+    siblings: Siblings<'_>,
+    to: Destination,
+    context: &LowerContext<'_>,
+    stage: &mut Stage,
+) -> Result<(), LowerError> {
+    lower_tensor(tensor, siblings, to, "a tensor", context, stage)
 }
 
 /// Writes `tensor` to `to`, in the second round: its own elements, then the fill.

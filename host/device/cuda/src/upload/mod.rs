@@ -10,12 +10,14 @@ mod lower;
 mod lower_tests;
 mod pack;
 mod ring;
+mod table;
 #[cfg(test)]
 pub(crate) mod testing;
 
 pub use buffers::{StepBuffers, StepLimits, StepPtrs};
 pub(crate) use lower::lower_tensor;
-pub use lower::{LowerContext, LowerError};
+pub use lower::{LowerContext, LowerError, stage_tensor};
 pub(crate) use pack::Sink;
 pub use pack::{Destination, PackError, Packed, Packer, Phase, Stage};
 pub use ring::{StepMarks, UnpackStep, UploadRing, UploadSize};
+pub use table::TableMirror;
