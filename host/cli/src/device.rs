@@ -1,7 +1,10 @@
-//! `--device`: which device runs the model, and what its errors mean for the process's exit status.
+//! `--device`: which device a command is for; and what is shown of a GPU's memory.
 
 use std::fmt;
 use std::str::FromStr;
+
+use serde_json::{Value, json};
+use timetable_engine::cuda::MemoryReport;
 
 /// The CPU, or a CUDA device by its ordinal.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,9 +45,53 @@ impl fmt::Display for DeviceArg {
     }
 }
 
+/// Where the GPU's memory went, in one line, with the tokens that its KV cache holds.
+pub fn summary(report: &MemoryReport, block_size: usize) -> String {
+    format!("{report} ({} tokens)", tokens(report, block_size))
+}
+
+/// The same as data, in bytes.
+pub fn table(report: &MemoryReport, block_size: usize) -> Value {
+    json!({
+        "total_bytes": report.total,
+        "budget_bytes": report.budget,
+        "weights_bytes": report.weights,
+        "activations_bytes": report.activations,
+        "workspace_bytes": report.workspace,
+        "graphs_bytes": report.graphs,
+        "kv_cache_bytes": report.kv_cache,
+        "outside_bytes": report.outside,
+        "num_blocks": report.num_blocks,
+        "num_tokens": tokens(report, block_size),
+    })
+}
+
+/// Tokens that fit: the null block holds none.
+fn tokens(report: &MemoryReport, block_size: usize) -> u64 {
+    report.num_blocks.saturating_sub(1) * block_size as u64
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_memory_report_says_how_many_tokens_fit() {
+        let report = MemoryReport {
+            total: 8 << 30,
+            weights: 1 << 30,
+            kv_cache: 2 << 30,
+            num_blocks: 101,
+            ..MemoryReport::default()
+        };
+        let line = summary(&report, 16);
+        assert!(
+            line.contains("weights 1.00") && line.ends_with("(1600 tokens)"),
+            "{line}"
+        );
+        assert_eq!(table(&report, 16)["num_tokens"], 1600);
+        assert_eq!(table(&report, 16)["kv_cache_bytes"], 2u64 << 30);
+    }
 
     #[test]
     fn devices_are_named_as_the_field_names_them() {

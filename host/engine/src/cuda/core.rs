@@ -11,7 +11,7 @@ use timetable_device_cuda::{
     upload::{StepBuffers, StepPtrs},
 };
 
-use super::forward::Forward;
+use super::forward::{Forward, warm_up_rows};
 
 /// A group's launches of the step, or of the graph that is captured; none for a group that was not prepared.
 pub(super) type Launches<'a, 'l> = &'a dyn Fn(usize) -> Option<GroupLaunch<'l>>;
@@ -149,5 +149,31 @@ impl Core {
             }
         }
         Ok(())
+    }
+
+    /// Runs every product once for each class of row counts, and waits: no step, and no capture, then chooses an algorithm or
+    /// loads a kernel. Leaves the step's tensors without slots, so that nothing reaches the cache.
+    ///
+    /// # Errors
+    /// What the device says; a kernel that does not run shows here.
+    ///
+    /// # Safety
+    /// Nothing else runs on the device's buffers.
+    pub(super) unsafe fn warm_up(&self, stream: &Stream) -> Result<(), CudaError> {
+        let ptrs = self.ptrs();
+        let limits = ptrs.limits;
+        let tokens = limits.max_num_tokens as u32;
+        // SAFETY: the slots have 8 bytes for each token; −1 is none. Counts are within the buffers'.
+        unsafe {
+            stream.fill(ptrs.slot_mapping, 0xff, 8 * limits.max_num_tokens)?;
+            for rows in warm_up_rows(tokens) {
+                self.forward.products(stream, rows)?;
+            }
+            for rows in warm_up_rows(limits.max_num_reqs as u32) {
+                self.forward.head(stream, rows, tokens)?;
+                self.forward.sample(stream, rows)?;
+            }
+        }
+        stream.synchronize()
     }
 }

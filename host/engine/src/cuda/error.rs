@@ -51,6 +51,9 @@ pub enum CudaStartError {
 
 impl From<CudaStartError> for EngineError {
     fn from(error: CudaStartError) -> Self {
-        EngineError::Device(error.to_string())
+        match error {
+            CudaStartError::Model(error) => EngineError::Profile(error),
+            other => EngineError::Device(other.to_string()),
+        }
     }
 }

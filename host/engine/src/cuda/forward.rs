@@ -351,37 +351,14 @@ impl Forward {
         }
     }
 
-    /// Runs every product once for each class of row counts, and waits: no step, and no capture, then chooses an algorithm or
-    /// loads a kernel, and what the library takes of the device's memory is taken. Leaves the step without slots, so that what runs
-    /// before the first step does not reach the cache.
+    /// Runs every product of a layer once, over whatever the buffers hold.
     ///
     /// # Errors
-    /// What the device says; a product that does not run shows here.
-    ///
-    /// # Safety
-    /// Nothing else uses the buffers.
-    pub(super) unsafe fn warm_up(&self, stream: &Stream) -> Result<(), CudaError> {
-        let limits = self.step.limits;
-        let tokens = limits.max_num_tokens as u32;
-        // SAFETY: the slots have 8 bytes for each token; −1 is none. Counts are within the buffers'.
-        unsafe {
-            stream.fill(self.step.slot_mapping, 0xff, 8 * limits.max_num_tokens)?;
-            for rows in warm_up_rows(tokens) {
-                self.products(stream, rows)?;
-            }
-            for rows in warm_up_rows(limits.max_num_reqs as u32) {
-                self.head(stream, rows, tokens)?;
-                self.sample(stream, rows)?;
-            }
-        }
-        stream.synchronize()
-    }
-
-    /// Runs every product of a layer once, over whatever the buffers hold.
+    /// What the device says.
     ///
     /// # Safety
     /// As [`Forward::piece`].
-    unsafe fn products(&self, stream: &Stream, tokens: u32) -> Result<(), CudaError> {
+    pub(super) unsafe fn products(&self, stream: &Stream, tokens: u32) -> Result<(), CudaError> {
         let at = self.at();
         // A layer may have a bias where another has none: two plans.
         let mut seen: Vec<Shapes> = Vec::new();
@@ -527,7 +504,7 @@ fn rows(ptr: DevicePtr, width: u32) -> ops::Rows {
 
 /// Row counts whose products are run before the first step, so that none chooses an algorithm or loads a kernel in a step: one of
 /// each class of cuBLASLt plans (powers of two to 16, then eighths of the next power of two, 16 at least), to `max`.
-fn warm_up_rows(max: u32) -> Vec<u32> {
+pub(super) fn warm_up_rows(max: u32) -> Vec<u32> {
     let mut all = vec![1, 2, 4, 8, 16];
     let mut next = 16_u32;
     while next < max {

@@ -10,8 +10,6 @@ use serde::Serialize;
 /// What a kernel's node of an instantiated graph is taken to cost on the device, in bytes. An estimate, above what drivers
 /// since 12.4 use; the report compares it with what capture took.
 const BYTES_PER_NODE: u64 = 8 << 10;
-/// What a runnable graph costs beside its nodes.
-const BYTES_PER_GRAPH: u64 = 64 << 10;
 /// What capturing takes whatever its size: the driver's pools.
 const GRAPH_BASE: u64 = 64 << 20;
 
@@ -127,7 +125,7 @@ pub(super) fn graph_estimate(num_graphs: usize, num_nodes: usize) -> u64 {
     if num_graphs == 0 {
         return 0;
     }
-    GRAPH_BASE + BYTES_PER_GRAPH * num_graphs as u64 + BYTES_PER_NODE * num_nodes as u64
+    GRAPH_BASE + BYTES_PER_NODE * num_nodes as u64
 }
 
 #[cfg(test)]

@@ -196,15 +196,11 @@ pub(super) fn start(
     let flights = Flights::new(device, DEPTH, limits.max_num_reqs, parts.vocab_size)?;
     let stream = Stream::high_priority(device)?;
 
-    // SAFETY: nothing else runs yet.
-    unsafe { parts.forward.warm_up(&stream) }?;
-
     let num_layers = parts.layer_groups.len();
     let pieces = parts.forward.num_kernels();
     let full = pieces + attention_nodes(num_layers, parts.groups.len());
     let nodes = plan.full.len() * full + plan.piecewise.len() * pieces;
-    let graphs = plan.full.len() + plan.piecewise.len() * parts.forward.num_pieces();
-    let estimate = graph_estimate(graphs, nodes);
+    let estimate = graph_estimate(plan.full.len() + plan.piecewise.len(), nodes);
     let (num_blocks, budget) = num_blocks(device, &parts, estimate)?;
     let shape = parts.cache_shape(num_blocks);
     let caches = KvCaches::new(device, shape, None)?;
@@ -229,9 +225,11 @@ pub(super) fn start(
         caches,
     )?);
     memory.kv_cache = core.cache_bytes();
-    // SAFETY: nothing else runs yet; the workspaces and the step's tensors are zeros, a step without requests, and no token
-    // has a slot.
-    unsafe { dry_run(&core, &set_plan, &workspaces, &ptrs, &stream) }?;
+    // SAFETY: nothing else runs yet; the set's workspaces and the core's buffers are zeros, a step without requests.
+    unsafe {
+        core.warm_up(&stream)?;
+        dry_run(&core, &set_plan, &workspaces, &ptrs, &stream)?;
+    }
     let before = device.memory()?.free as u64;
     let piecewise = PiecewiseGraphs::capture(&core, &plan.piecewise, &stream)?;
     let set = set_plan.capture(&core, workspaces, &stream)?;

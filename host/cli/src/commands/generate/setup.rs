@@ -1,15 +1,16 @@
 //! From the command line to a running engine: model, tokenizer, sandbox, builder.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde_json::{Value, json};
 use timetable_attention::backend::BackendRegistry;
 use timetable_attention::graphs::Outcome;
+use timetable_engine::cuda::{CudaExecutor, CudaStartError, MemoryReport};
 use timetable_engine::model::{LoadOptions, Model, Weights};
 use timetable_engine::tokenizer::Tokenizer;
 use timetable_engine::{
-    AttentionPlan, BuilderSource, CacheSize, DeviceChoice, Engine, EngineConfig, EngineError,
-    EngineHandle, KvCacheDtype, ModelDtype,
+    AttentionPlan, BuilderSource, CacheSize, CpuExecutor, DeviceChoice, Engine, EngineConfig,
+    EngineError, EngineHandle, Executor, KvCacheDtype, ModelDtype,
 };
 use timetable_sandbox::{CodeCache, Component, Limits, Sandbox, StateDir};
 
@@ -18,8 +19,11 @@ use crate::cli::{DtypeArg, Generate, KvCacheDtypeArg, WeightsArg};
 use crate::commands::explain_graphs::mode;
 use crate::commands::progress::Progress;
 use crate::commands::{embedded, read_component};
-use crate::device::DeviceArg;
+use crate::device::{self, DeviceArg};
 use crate::exit::{Exit, Failure};
+
+/// An executor, and on a GPU the cell that gets its memory report.
+type OnDevice = (Box<dyn Executor>, Option<Arc<OnceLock<MemoryReport>>>);
 
 /// What `generate` works with.
 pub struct Running {
@@ -69,27 +73,22 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         &format!("loading {}", arguments.model.display()),
         !arguments.json,
     );
-    let model = Model::load(
-        &arguments.model,
-        LoadOptions {
-            weights: match arguments.weights {
-                WeightsArg::Auto => Weights::Auto,
-                WeightsArg::F32 => Weights::F32,
-            },
-            threads: arguments.scheduling.threads.map(usize::from),
-        },
-    )
-    .map_err(|error| bad(&error))?;
+    if arguments.host.nvtx && !timetable_device_cuda::nvtx::enable() {
+        eprintln!("timetable: NVIDIA's NVTX library was not found: steps run without ranges");
+    }
     let tokenizer = Arc::new(Tokenizer::load(&arguments.model).map_err(|error| bad(&error))?);
-    let plan = AttentionPlan::new(&config, model.config()).map_err(|error| bad(&error))?;
+    let (executor, memory) = executor(arguments, &config)?;
+    let facts = executor.facts(&config).map_err(|error| refused(&error))?;
+    let plan = AttentionPlan::for_device(&config, executor.model_config(), facts)
+        .map_err(|error| refused(&error))?;
     let (origin, component) = opened.map_or_else(|| open(plan.backend()), Ok)?;
     check_family(&component, &plan)?;
     progress.next("profiling and sizing the KV cache");
     let source = BuilderSource::Component { component, origin };
-    let engine = Engine::with_plan(
+    let engine = Engine::with_executor(
         &config,
         plan,
-        Box::new(model),
+        executor,
         Some(Arc::clone(&tokenizer)),
         &sandbox,
         &source,
@@ -105,7 +104,13 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
             handle,
         })
         .collect();
-    let startup = startup(&engine);
+    let mut startup = startup(&engine);
+    if let Some(report) = memory.and_then(|memory| memory.get().copied()) {
+        if !arguments.json {
+            eprintln!("{}", device::summary(&report, config.block_size));
+        }
+        startup["memory"] = device::table(&report, config.block_size);
+    }
     let engine = EngineHandle::spawn(engine).map_err(Failure::of(Exit::Failure))?;
     let stats = Box::new(engine.stats_reader());
     Ok(Running {
@@ -113,6 +118,33 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         tokenizer,
         host: Host::new(sandbox, groups, startup, stats, state),
     })
+}
+
+/// The model on its device; for a GPU, with what will say where its memory went.
+fn executor(arguments: &Generate, config: &EngineConfig) -> Result<OnDevice, Failure> {
+    if let DeviceChoice::Cuda { .. } = config.device {
+        let executor = CudaExecutor::new(config, &arguments.model).map_err(|error| {
+            let exit = match error {
+                CudaStartError::Cuda(_) | CudaStartError::NoCacheMemory(_) => Exit::Device,
+                _ => Exit::BadInput,
+            };
+            Failure::new(exit, error)
+        })?;
+        let memory = executor.memory();
+        return Ok((Box::new(executor), Some(memory)));
+    }
+    let model = Model::load(
+        &arguments.model,
+        LoadOptions {
+            weights: match arguments.weights {
+                WeightsArg::Auto => Weights::Auto,
+                WeightsArg::F32 => Weights::F32,
+            },
+            threads: arguments.scheduling.threads.map(usize::from),
+        },
+    )
+    .map_err(Failure::of(Exit::BadInput))?;
+    Ok((Box::new(CpuExecutor::new(Box::new(model))), None))
 }
 
 /// Why there is no engine, with the exit status of its kind.
