@@ -9,14 +9,16 @@ use std::{
     process::{Command, ExitCode},
 };
 
-const PACKAGES: [&str; 3] = [
+const PACKAGES: [&str; 5] = [
     "flash-attn-builder",
     "flash-attn-fixed-split-builder",
     "flashinfer-builder",
+    "chaos-flash-attn",
+    "chaos-flashinfer",
 ];
 
 /// What a component is made of.
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 11] = [
     "guest-builders/.cargo/config.toml",
     "guest-builders/componentize",
     "guest-builders/sdk/src",
@@ -24,6 +26,7 @@ const SOURCES: [&str; 10] = [
     "guest-builders/flash-attn",
     "guest-builders/flash-attn-fixed-split",
     "guest-builders/flashinfer",
+    "guest-builders/chaos",
     "host/types/src",
     "host/types/Cargo.toml",
     "wit",

@@ -53,3 +53,19 @@ pub fn components() -> &'static [Embedded] {
 pub fn component(name: &str) -> Option<&'static Embedded> {
     COMPONENTS.iter().find(|component| component.name == name)
 }
+
+/// The chaos builder of a family, which misbehaves on command: for trying a host, not for serving. It is not among the
+/// components, and a program that does not ask for it does not contain it.
+pub fn chaos(family: Family) -> Option<&'static [u8]> {
+    match family {
+        Family::FlashAttn => Some(include_bytes!(concat!(
+            env!("OUT_DIR"),
+            "/chaos-flash-attn.wasm"
+        ))),
+        Family::Flashinfer => Some(include_bytes!(concat!(
+            env!("OUT_DIR"),
+            "/chaos-flashinfer.wasm"
+        ))),
+        _ => None,
+    }
+}

@@ -6,5 +6,5 @@
 mod embedded;
 mod native;
 
-pub use embedded::{Embedded, component, components};
+pub use embedded::{Embedded, chaos, component, components};
 pub use native::{Native, native_twin};

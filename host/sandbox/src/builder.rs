@@ -115,6 +115,23 @@ impl WasmBuilder {
         self.component
     }
 
+    /// Ends this instance by a fault, before any of its code runs: what the host needs for a fault (the trap's backtrace, the
+    /// names of functions) is then in memory, and the first real one does not pay milliseconds for it on the step thread.
+    pub(crate) fn fault_on_purpose(mut self) {
+        let shape = CaptureShape {
+            num_tokens: 1,
+            num_reqs: 1,
+            max_query_len: 1,
+            uniform_query_len: None,
+        };
+        let rehearsed = self.guarded(0, |calls, store, this| {
+            calls.launch_promise(store, this, &shape)
+        });
+        if rehearsed.is_ok() {
+            tracing::debug!("a call without fuel ended well");
+        }
+    }
+
     /// Calls that give metadata or a promise, begun so far, test builds included.
     pub fn calls(&self) -> u64 {
         self.calls_begun

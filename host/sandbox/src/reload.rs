@@ -248,6 +248,9 @@ pub(crate) fn prepare(
             reason,
         })?;
     }
+    if let Ok(rehearsal) = WasmBuilder::new(component, config) {
+        rehearsal.fault_on_purpose();
+    }
     let spare = make(shared, component, config)?;
     let version = Version {
         info: VersionInfo {
