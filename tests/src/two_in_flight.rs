@@ -1,6 +1,14 @@
 //! The CPU executor behind two steps in flight: what the step loop sees of a device that runs steps by itself, without one.
 //! It hands each step's tokens out one step late, mirrors the block table from the recorded changes, pads batches as graphs
-//! would, and fails where it is told to. Knows no test.
+//! do and holds them to the graphs' promises, and fails where it is told to. Knows no test.
+
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
 use timetable_attention::{
     VerifyContext,
@@ -13,7 +21,7 @@ use timetable_engine::{
     model::ModelConfig,
     tokenizer::Tokenizer,
 };
-use timetable_types::Metadata;
+use timetable_types::{Dtype, LaunchPromise, Metadata};
 
 use crate::drive;
 
@@ -39,7 +47,10 @@ pub enum Fault {
 /// How the executor behaves.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Behaviour {
-    /// Pad rows and tokens of batches to the next multiples of these, as full graphs do. 0: never.
+    /// Say that it is a GPU of compute capability 9.0 in its f32 mode, and run every batch as the graph that the rule book
+    /// dispatches it to would.
+    pub graphs: bool,
+    /// Without graphs: pad rows and tokens of batches to the next multiples of these, as full graphs do. 0: never.
     pub pad_to: (u32, u32),
     /// Pad only batches that consist of decodes.
     pub pad_only_decodes: bool,
@@ -63,9 +74,22 @@ pub struct TwoInFlight {
     behaviour: Behaviour,
     shape: (usize, usize),
     table: Vec<i32>,
-    in_flight: std::collections::VecDeque<InFlight>,
+    in_flight: VecDeque<InFlight>,
     submitted: usize,
     collected: usize,
+    graphs: Option<GraphPlan>,
+    dispatched: Arc<Dispatched>,
+}
+
+/// Batches that ran in each mode.
+#[derive(Debug, Default)]
+pub struct Dispatched {
+    /// Outside graphs.
+    pub none: AtomicU64,
+    /// Padded tokens, attention as it is.
+    pub piecewise: AtomicU64,
+    /// Padded rows and tokens.
+    pub full: AtomicU64,
 }
 
 impl TwoInFlight {
@@ -76,10 +100,17 @@ impl TwoInFlight {
             behaviour,
             shape: (0, 0),
             table: Vec::new(),
-            in_flight: std::collections::VecDeque::new(),
+            in_flight: VecDeque::new(),
             submitted: 0,
             collected: 0,
+            graphs: None,
+            dispatched: Arc::default(),
         }
+    }
+
+    /// Counts on while the engine has the executor.
+    pub fn dispatched(&self) -> Arc<Dispatched> {
+        self.dispatched.clone()
     }
 
     fn mirror(&mut self, step: &mut Step<'_>) {
@@ -111,7 +142,17 @@ impl Executor for TwoInFlight {
     }
 
     fn facts(&self, config: &EngineConfig) -> Result<DeviceFacts, EngineError> {
-        self.inner.facts(config)
+        if !self.behaviour.graphs {
+            return self.inner.facts(config);
+        }
+        let head_size = self.inner.model_config().head_dim as u32;
+        Ok(DeviceFacts::cuda(
+            config,
+            (9, 0),
+            132,
+            Dtype::Float32,
+            head_size,
+        ))
     }
 
     fn depth(&self) -> usize {
@@ -125,10 +166,21 @@ impl Executor for TwoInFlight {
     }
 
     fn start(&mut self, graphs: GraphPlan) -> Result<usize, EngineError> {
+        self.graphs = self.behaviour.graphs.then(|| graphs.clone());
         self.inner.start(graphs)
     }
 
     fn dispatch(&mut self, query: &BatchQuery) -> BatchExecutionDescriptor {
+        if let Some(graphs) = &self.graphs {
+            let graph = graphs.manager.dispatch(query);
+            let count = match graph.cg_mode {
+                RuntimeMode::None => &self.dispatched.none,
+                RuntimeMode::Piecewise => &self.dispatched.piecewise,
+                RuntimeMode::Full => &self.dispatched.full,
+            };
+            count.fetch_add(1, Ordering::Relaxed);
+            return graph;
+        }
         let eager = self.inner.dispatch(query);
         let (rows, tokens) = self.behaviour.pad_to;
         let decodes = query.uniform_token_count == Some(1);
@@ -142,6 +194,13 @@ impl Executor for TwoInFlight {
             num_reqs: Some(pad(query.num_reqs, rows, self.shape.0)),
             ..eager
         }
+    }
+
+    fn promise(&self, group: usize, graph: &BatchExecutionDescriptor) -> Option<LaunchPromise> {
+        let full = self.graphs.as_ref()?.full.iter();
+        let captured = full.clone().find(|full| full.descriptor == *graph);
+        assert_eq!(captured.is_some(), graph.cg_mode == RuntimeMode::Full);
+        captured.map(|full| full.promises[group].clone())
     }
 
     fn prepare(
@@ -204,11 +263,27 @@ pub fn engine(
     config: &EngineConfig,
     model: Box<dyn ModelRunner>,
     behaviour: Behaviour,
-    tokenizer: Option<std::sync::Arc<Tokenizer>>,
+    tokenizer: Option<Arc<Tokenizer>>,
     source: &BuilderSource,
 ) -> Engine {
-    let plan = AttentionPlan::new(config, model.config()).expect("a plan");
-    let executor = Box::new(TwoInFlight::new(model, behaviour));
+    start(
+        config,
+        TwoInFlight::new(model, behaviour),
+        tokenizer,
+        source,
+    )
+}
+
+/// An engine on such an executor.
+pub fn start(
+    config: &EngineConfig,
+    executor: TwoInFlight,
+    tokenizer: Option<Arc<Tokenizer>>,
+    source: &BuilderSource,
+) -> Engine {
+    let facts = executor.facts(config).expect("the facts of the device");
+    let plan = AttentionPlan::for_device(config, executor.model_config(), facts).expect("a plan");
+    let executor = Box::new(executor);
     Engine::with_executor(config, plan, executor, tokenizer, drive::sandbox(), source)
         .expect("the engine starts")
 }

@@ -228,7 +228,10 @@ impl Executor for CpuExecutor {
             _ => {
                 return Err(EngineError::Setting {
                     name: "kv_cache_dtype",
-                    value: format!("{:?}", config.kv_cache_dtype).to_lowercase(),
+                    value: config
+                        .kv_cache_dtype
+                        .name(plan.facts().model_dtype)
+                        .to_owned(),
                     remedy: "the CPU keeps float32 and bfloat16; choose one of them, or a GPU",
                 });
             }

@@ -101,6 +101,32 @@ fn a_seed_repeats_whatever_else_is_sampled() {
     assert_ne!(alone, other);
 }
 
+/// The number and the choice are apart, so that another device can choose by the same number.
+#[test]
+fn a_token_is_a_function_of_its_logits_and_one_number() {
+    let logits: Vec<f32> = (0..50).map(|i| (i as f32 * 1.3).cos() * 3.0).collect();
+    for (top_k, top_p) in [(0, 1.0), (7, 1.0), (0, 0.8), (20, 0.6)] {
+        let (mut whole, mut split) = (sampler(0.9, top_k, top_p, 3), sampler(0.9, top_k, top_p, 3));
+        for _ in 0..200 {
+            let uniform = split.draw();
+            assert!((0.0..1.0).contains(&uniform));
+            let token = split.sample_with(&logits, uniform);
+            assert_eq!(token, split.sample_with(&logits, uniform));
+            assert_eq!(token, whole.sample(&logits));
+        }
+        // Tokens stand in the order of their ids: a larger number never picks a smaller id.
+        let picks: Vec<u32> = (0..1000)
+            .map(|i| {
+                split
+                    .sample_with(&logits, f64::from(i) / 1000.0)
+                    .expect("numbers")
+            })
+            .collect();
+        assert!(picks.is_sorted());
+    }
+    assert_eq!(sampler(0.0, 0, 1.0, 3).draw(), 0.0, "greedy draws nothing");
+}
+
 #[test]
 fn bad_parameters_are_named_with_their_value() {
     let check = |change: &dyn Fn(&mut SamplingParams)| {

@@ -1,10 +1,14 @@
 //! The persistent batch: tables and slots agree, whatever was in the rows before.
 
 use proptest::prelude::*;
-use timetable_attention::{Grant, PAD_SLOT_ID, Refusal, VerifyContext, verify_step};
+use timetable_attention::{
+    Grant, PAD_SLOT_ID, Refusal, VerifyContext,
+    batch::{GroupStep, PaddingValues, StepTensors, pad_step},
+    verify_step,
+};
 use timetable_engine::{
     AttentionPlan, EngineConfig,
-    batch::{BatchRow, BatchShape, InputBatch},
+    batch::{BatchRow, BatchShape, InputBatch, feed_reference},
 };
 use timetable_tests::drive;
 
@@ -120,7 +124,141 @@ fn case_9_manager_blocks_are_split_for_the_kernels() {
     );
 }
 
+/// A token that the host does not know yet is a reference after the known ones; it counts like any other.
+#[test]
+fn a_reference_stands_for_a_token_that_is_not_known() {
+    let mut batch = InputBatch::new(shape(16, 16)).unwrap();
+    batch.begin();
+    batch.push(&BatchRow {
+        feed: Some(feed_reference(3)),
+        ..row(20, &[], &[4, 9])
+    });
+    batch.push(&BatchRow {
+        epoch: 2,
+        feed: Some(77),
+        ..row(3, &[5, 6], &[2])
+    });
+    assert_eq!(batch.token_ids(), [-4, 5, 6, 77]);
+    assert_eq!(batch.positions(), [20, 3, 4, 5]);
+    assert_eq!(batch.inputs().slot_mapping, [148, 35, 36, 37]);
+    assert_eq!(batch.logits_rows(), [0, 3]);
+    assert_eq!((batch.num_actual_reqs(), batch.num_actual_tokens()), (2, 4));
+    assert_eq!(verified(&batch, 1024, 10), Ok(()));
+}
+
+/// A batch looks for the graph that the rule book's words give it: decodes have one token each, and a prompt's last token over
+/// existing context counts as one.
+#[test]
+fn a_batch_says_what_graph_it_needs() {
+    let mut batch = InputBatch::new(shape(16, 16)).unwrap();
+    let query = |batch: &mut InputBatch, rows: &[(usize, usize, bool)]| {
+        batch.begin();
+        for (index, &(num_computed, num_tokens, is_prefilling)) in rows.iter().enumerate() {
+            batch.push(&BatchRow {
+                epoch: 1 + index as u64,
+                is_prefilling,
+                ..row(num_computed, &vec![1; num_tokens], &[1, 2, 3, 4])
+            });
+        }
+        let query = batch.query();
+        assert_eq!(query.num_reqs as usize, rows.len());
+        (
+            query.num_tokens,
+            query.uniform_token_count,
+            query.max_query_len,
+        )
+    };
+    let decodes = [(5, 1, false), (9, 1, false)];
+    assert_eq!(query(&mut batch, &decodes), (2, Some(1), Some(1)));
+    let last_of_a_prompt = [(5, 1, false), (9, 1, true)];
+    assert_eq!(query(&mut batch, &last_of_a_prompt), (2, Some(1), Some(1)));
+    let first_of_a_prompt = [(5, 1, false), (0, 1, true)];
+    assert_eq!(query(&mut batch, &first_of_a_prompt), (2, None, None));
+    let mixed = [(5, 1, false), (0, 7, true)];
+    assert_eq!(query(&mut batch, &mixed), (8, None, None));
+}
+
 proptest! {
+    /// Padding is the rule book's, and the changes of the table that were recorded, taken now and then, give the host's table.
+    #[test]
+    fn padding_is_the_rule_books_and_changes_are_recorded(
+        steps in prop::collection::vec(
+            (
+                prop::collection::vec((0..6u64, 1..20usize, 0..60usize), 1..7),
+                (0..3usize, 0..40usize),
+                any::<bool>(),
+            ),
+            1..12,
+        ),
+    ) {
+        let mut batch = InputBatch::new(shape(8, 4)).unwrap();
+        let width = batch.table_width();
+        let mut device = vec![0; 8 * width];
+        let blocks = |epoch: u64, len: usize| -> Vec<u32> {
+            (0..len.div_ceil(8) as u32).map(|index| 1 + epoch as u32 * 20 + index).collect()
+        };
+        for (rows, (more_rows, more_tokens), taken) in steps {
+            batch.begin();
+            let mut seen = std::collections::HashSet::new();
+            let rows: Vec<_> = rows.into_iter().filter(|row| seen.insert(row.0)).collect();
+            for &(epoch, num_tokens, num_computed) in &rows {
+                let tokens = vec![3; num_tokens];
+                batch.push(&BatchRow {
+                    req_idx: epoch as u32,
+                    epoch: epoch + 1,
+                    ..row(num_computed, &tokens, &blocks(epoch, num_computed + num_tokens))
+                });
+            }
+            let inputs = batch.inputs();
+            let step = GroupStep {
+                cam: batch.common().clone(),
+                tensors: StepTensors {
+                    query_start_loc: inputs.query_start_loc.to_vec(),
+                    seq_lens: inputs.seq_lens.to_vec(),
+                    block_table: inputs.block_table.data.to_vec(),
+                    block_table_width: width,
+                    slot_mapping: inputs.slot_mapping.to_vec(),
+                    positions: inputs.positions.to_vec(),
+                    ..StepTensors::default()
+                },
+            };
+            let real = batch.num_actual_tokens();
+            let (to_rows, to_tokens) = (rows.len() + more_rows.min(8 - rows.len()), real + more_tokens);
+            batch.pad(to_tokens, None).unwrap();
+            prop_assert_eq!(batch.common().num_reqs as usize, rows.len());
+            prop_assert_eq!(batch.common().num_actual_tokens as usize, real);
+            prop_assert_eq!(batch.inputs().slot_mapping.len(), to_tokens);
+            prop_assert_eq!(verified(&batch, 1024, 1000), Ok(()));
+
+            batch.pad(to_tokens, Some(to_rows)).unwrap();
+            let padding = PaddingValues::default();
+            let mut expected = pad_step(&step, to_tokens as u32, to_rows as u32, padding).unwrap();
+            // The rule book says nothing of the running requests' indexes, but the verifier wants as many as rows.
+            expected.cam.req_idx.resize(to_rows, 0);
+            prop_assert_eq!(batch.common(), &expected.cam);
+            let inputs = batch.inputs();
+            prop_assert_eq!(inputs.query_start_loc, &expected.tensors.query_start_loc[..]);
+            prop_assert_eq!(inputs.seq_lens, &expected.tensors.seq_lens[..]);
+            prop_assert_eq!(inputs.block_table.data, &expected.tensors.block_table[..]);
+            prop_assert_eq!(inputs.slot_mapping, &expected.tensors.slot_mapping[..]);
+            prop_assert_eq!(inputs.positions, &expected.tensors.positions[..]);
+            prop_assert!(batch.token_ids()[real..].iter().all(|&id| id == 0));
+            prop_assert_eq!(batch.token_ids().len(), to_tokens);
+            prop_assert_eq!(verified(&batch, 1024, 1000), Ok(()));
+            prop_assert!(batch.pad(real.saturating_sub(1), Some(9)).is_err());
+            if taken {
+                for update in batch.table_updates() {
+                    let start = update.row * width + update.first_column;
+                    device[start..start + update.entries.len()].copy_from_slice(update.entries);
+                }
+                batch.clear_table_updates();
+                prop_assert_eq!(batch.table_updates().count(), 0);
+                let host = batch.inputs().block_table.data;
+                prop_assert_eq!(&device[..host.len()], host);
+            }
+        }
+    }
+
     /// However rows move between steps: a row shows its blocks, zeros after them; slots and positions follow from them.
     #[test]
     fn tables_and_slots_agree(

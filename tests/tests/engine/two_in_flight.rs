@@ -2,19 +2,21 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, atomic::Ordering},
 };
 
 use proptest::prelude::*;
+use timetable_attention::graphs::Outcome;
 use timetable_engine::{
-    BuilderSource, CacheSize, Engine, EngineConfig, EngineHandle, FinishReason, GenerationRequest,
-    RequestError, RequestEvent, RequestId, backend_name, tokenizer::Tokenizer,
+    AttentionPlan, BuilderSource, CacheSize, DeviceChoice, Engine, EngineConfig, EngineHandle,
+    FinishReason, GenerationRequest, KvCacheDtype, ModelDtype, RequestError, RequestEvent,
+    RequestId, backend_name, executor::DeviceFacts, tokenizer::Tokenizer,
 };
 use timetable_tests::{
     drive::{self, Answer, generate, greedy},
-    two_in_flight::{self, Behaviour, Fault},
+    two_in_flight::{self, Behaviour, Fault, TwoInFlight},
 };
-use timetable_types::Family;
+use timetable_types::{CudagraphMode, Dtype, Family};
 
 use super::trace;
 
@@ -98,11 +100,159 @@ fn padded_batches_give_the_same_tokens() {
         let behaviour = Behaviour {
             pad_to: (4, 16),
             pad_only_decodes,
-            fault: None,
+            ..Behaviour::default()
         };
         let mut engine = two(&config, behaviour, &BuilderSource::Plain);
         check_tokens(&trace, &mut engine);
         check_tokens_again(&trace, &mut engine);
+    }
+}
+
+/// Every graph mode, as the rule book resolves and dispatches it for a GPU: batches are padded to the captured shapes, the
+/// builders keep to what they promised for each, and the tokens are the recorded ones.
+#[test]
+fn every_graph_mode_gives_the_same_tokens() {
+    use CudagraphMode as Mode;
+    let trace = trace::load("llama_mrv2_f32_prefix");
+    for (family, name) in [
+        (Family::FlashAttn, "flash-attn"),
+        (Family::Flashinfer, "flashinfer"),
+    ] {
+        for configured in [
+            Mode::None,
+            Mode::Piecewise,
+            Mode::Full,
+            Mode::FullDecodeOnly,
+            Mode::FullAndPiecewise,
+        ] {
+            let config = EngineConfig {
+                attention_backend: Some(backend_name(family).to_owned()),
+                cudagraph_mode: configured,
+                cudagraph_capture_sizes: Some(vec![32, 1, 4, 8, 16]),
+                ..config(64, 8, 16)
+            };
+            let behaviour = Behaviour {
+                graphs: true,
+                ..Behaviour::default()
+            };
+            let executor = TwoInFlight::new(drive::tiny_llama(), behaviour);
+            let dispatched = executor.dispatched();
+            let mut engine = two_in_flight::start(&config, executor, None, &drive::component(name));
+            // FlashInfer's builder keeps to single-token decodes: what else is one graph elsewhere is in pieces.
+            let survived = match (configured, family) {
+                (Mode::Full, Family::Flashinfer) => Mode::FullAndPiecewise,
+                (mode, _) => mode,
+            };
+            let outcome = &engine.cudagraph_mode().outcome;
+            assert!(
+                matches!(
+                    outcome,
+                    Outcome::Survived { mode, .. } if *mode == survived
+                ),
+                "{configured:?}: {outcome:?}"
+            );
+            check_tokens(&trace, &mut engine);
+            let [none, piecewise, full] =
+                [&dispatched.none, &dispatched.piecewise, &dispatched.full]
+                    .map(|count| count.load(Ordering::Relaxed) > 0);
+            // Batches above 32 tokens have no graph.
+            let expected = match survived {
+                Mode::None => [true, false, false],
+                Mode::Piecewise => [true, true, false],
+                Mode::Full | Mode::FullDecodeOnly => [true, false, true],
+                Mode::FullAndPiecewise => [true, true, true],
+            };
+            assert_eq!([none, piecewise, full], expected, "{survived:?}");
+        }
+    }
+}
+
+/// What the rule book and the builders are told of a GPU.
+#[test]
+fn a_gpu_is_planned_for_as_the_rule_book_says() {
+    let model = drive::tiny_llama();
+    let mut sizes = model.config().clone();
+    sizes.head_dim = 128;
+    let plan = |config: &EngineConfig, capability, dtype| {
+        let facts = DeviceFacts::cuda(config, capability, 132, dtype, 128);
+        AttentionPlan::for_device(config, &sizes, facts)
+    };
+    let config = EngineConfig {
+        kv_cache_dtype: KvCacheDtype::Fp8E4m3,
+        max_num_seqs: 4,
+        max_num_batched_tokens: 512,
+        ..EngineConfig::default()
+    };
+    let hopper = plan(&config, (9, 0), Dtype::Bfloat16).unwrap();
+    assert_eq!(hopper.backend(), "FLASH_ATTN");
+    assert_eq!(hopper.capture_sizes(), [1, 2, 4, 8]);
+    let group = &hopper.groups()[0];
+    let builder = hopper.builder_config(group, &config, &sizes, 40).unwrap();
+    assert_eq!(builder.device.compute_capability, (9, 0));
+    assert_eq!(builder.device.num_workers, 132);
+    assert_eq!(builder.device.flash_attn_version, 3);
+    assert_eq!(builder.attention.model_dtype, Dtype::Bfloat16);
+    assert_eq!(builder.attention.kv_cache_dtype, "fp8_e4m3");
+    assert_eq!(builder.kv_cache_spec.dtype, Dtype::Float8E4m3);
+    assert_eq!(builder.cudagraph.mode, CudagraphMode::FullAndPiecewise);
+    assert_eq!(builder.cudagraph.capture_sizes, [1, 2, 4, 8]);
+    assert_eq!(builder.cudagraph.max_capture_size, 8);
+    // One byte for each element of keys and values of two heads, on two layers.
+    assert_eq!(hopper.block_bytes(), 16 * 2 * 2 * 128 * 2);
+
+    let blackwell = plan(&EngineConfig::default(), (10, 0), Dtype::Bfloat16).unwrap();
+    assert_eq!(blackwell.backend(), "FLASHINFER");
+    let largest = blackwell.capture_sizes().last().copied();
+    assert_eq!(largest, Some(512), "twice the requests");
+    // What no kernel of the field does on such a GPU is refused by name.
+    let ampere = plan(
+        &EngineConfig {
+            attention_backend: Some("FLASH_ATTN".to_owned()),
+            ..config
+        },
+        (8, 0),
+        Dtype::Bfloat16,
+    );
+    let error = ampere.unwrap_err().to_string();
+    assert!(error.contains("FP8 KV cache requires"), "{error}");
+    // In f32 it is the device's own reference, whatever the capability.
+    let exact = plan(&EngineConfig::default(), (8, 0), Dtype::Float32).unwrap();
+    assert_eq!(exact.backend(), "FLASH_ATTN");
+
+    // The executor on the host refuses what only a GPU runs.
+    for (config, expected) in [
+        (
+            EngineConfig {
+                device: DeviceChoice::Cuda { ordinal: 1 },
+                ..EngineConfig::default()
+            },
+            "device is cuda:1",
+        ),
+        (
+            EngineConfig {
+                model_dtype: ModelDtype::Float16,
+                ..EngineConfig::default()
+            },
+            "dtype is float16",
+        ),
+        (
+            EngineConfig {
+                kv_cache_dtype: KvCacheDtype::Fp8E4m3,
+                ..EngineConfig::default()
+            },
+            "fp8_e4m3",
+        ),
+    ] {
+        let source = BuilderSource::Plain;
+        let refused = Engine::new(
+            &config,
+            drive::tiny_llama(),
+            None,
+            drive::sandbox(),
+            &source,
+        );
+        let error = refused.err().expect("refused").to_string();
+        assert!(error.contains(expected), "{error}");
     }
 }
 
