@@ -153,14 +153,15 @@ impl Flights {
             timings.idle_ns += ns(self.places[before].done.elapsed_us(begun)?);
         }
         let tokens = &place.tokens.as_slice()[..flight.num_rows * size_of::<i32>()];
-        let logits = match &place.logits {
+        // An empty slice of bytes need not be aligned for floats, so it is never cast.
+        let logits: &[f32] = match &place.logits {
             Some(buffer) if flight.observed => {
                 let bytes = flight.num_rows * self.vocab_size * size_of::<f32>();
-                &buffer.as_slice()[..bytes]
+                bytemuck::cast_slice(&buffer.as_slice()[..bytes])
             }
             _ => &[],
         };
-        take(bytemuck::cast_slice(tokens), bytemuck::cast_slice(logits));
+        take(bytemuck::cast_slice(tokens), logits);
         Ok(())
     }
 
