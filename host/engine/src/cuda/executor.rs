@@ -121,7 +121,7 @@ pub struct CudaExecutor {
     device: Device,
     model: ModelConfig,
     element: Element,
-    // Before `running`: what it holds goes after it, and after the wait in `drop`.
+    /// Its memory goes once the device's work has ended: `drop` waits for it.
     running: Option<Running>,
     loaded: Option<Loaded>,
     parts: Option<Parts>,

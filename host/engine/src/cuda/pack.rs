@@ -160,3 +160,46 @@ pub(super) fn upload_size(
 pub(super) fn holds(size: &UploadSize, needed: &UploadSize) -> bool {
     size.max_bytes >= needed.max_bytes && size.max_ops >= needed.max_ops
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_known_token_is_read_greedily_and_others_as_asked() {
+        let asked = RowSampling {
+            temperature: 0.7,
+            top_p: 0.9,
+            top_k: 40,
+            uniform: 0.25,
+            forced: None,
+        };
+        let row = sample_row(&asked);
+        assert_eq!((row.temperature, row.top_p), (0.7, 0.9));
+        assert_eq!((row.top_k, row.uniform), (40, 0.25));
+        let forced = sample_row(&RowSampling {
+            forced: Some(3),
+            ..asked
+        });
+        assert_eq!(forced.temperature, 0.0);
+        // More candidates than a count holds are all of them there can be.
+        let all = sample_row(&RowSampling {
+            top_k: u32::MAX,
+            ..asked
+        });
+        assert_eq!(all.top_k, i32::MAX);
+    }
+
+    #[test]
+    fn a_larger_upload_takes_a_smaller_one() {
+        let size = |max_bytes, max_ops| UploadSize {
+            num_slots: NUM_SLOTS,
+            max_bytes,
+            max_ops,
+        };
+        assert!(holds(&size(100, 10), &size(100, 10)));
+        assert!(holds(&size(101, 11), &size(100, 10)));
+        assert!(!holds(&size(100, 10), &size(101, 10)));
+        assert!(!holds(&size(100, 10), &size(100, 11)));
+    }
+}

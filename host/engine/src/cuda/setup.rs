@@ -254,7 +254,8 @@ pub(super) fn start(
     let recapture = Recapture {
         device: device.clone(),
         core: core.clone(),
-        stream: Stream::low_priority(device)?,
+        // Kernels of a graph have the priority of the stream that they were captured on.
+        stream: Stream::high_priority(device)?,
         eager: parts.eager,
         promises,
         workspaces: set.workspaces.clone(),
