@@ -10,6 +10,9 @@
 //! The crate is useful without Timetable's engine; `examples/02_embed_sandbox.rs` shows how. It must never know what a
 //! family's metadata means (that is `timetable-attention`'s), and never a device.
 
+// A test spells a whole record out in one `json!`.
+#![cfg_attr(test, recursion_limit = "256")]
+
 mod abi;
 mod builder;
 mod bundle;
