@@ -101,7 +101,7 @@ pub fn argmax(row: &[f32]) -> usize {
 pub fn default_model() -> Option<std::path::PathBuf> {
     let name = "SmolLM2-135M-Instruct.Q4_1.gguf";
     let dir = std::env::var_os("TIMETABLE_MODEL_DIR").map_or_else(
-        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/models"),
+        || crate::drive::tests_dir().join("../target/models"),
         std::path::PathBuf::from,
     );
     let path = dir.join(name);

@@ -21,9 +21,23 @@ pub fn sandbox() -> &'static Sandbox {
     })
 }
 
+/// Where models and vectors of the tests are: `TIMETABLE_TESTS_DIR`, or the directory that this was built in, or `tests` of the
+/// working directory, for a test program that was carried to another machine.
+pub fn tests_dir() -> PathBuf {
+    if let Some(dir) = std::env::var_os("TIMETABLE_TESTS_DIR") {
+        return PathBuf::from(dir);
+    }
+    let built = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    if built.join("vectors").is_dir() {
+        built
+    } else {
+        PathBuf::from("tests")
+    }
+}
+
 /// The repository's copy of the small model.
 pub fn tiny_llama_dir() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models/tiny-llama")
+    tests_dir().join("models/tiny-llama")
 }
 
 /// The small model in f32.

@@ -6,4 +6,5 @@ pub mod drive;
 pub mod families;
 pub mod naive;
 pub mod step_host;
+pub mod trace;
 pub mod two_in_flight;

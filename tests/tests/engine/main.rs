@@ -6,6 +6,5 @@ mod recorded;
 mod reload;
 mod scheduler;
 mod tiny_llama;
-mod trace;
 mod two_in_flight;
 mod windows;

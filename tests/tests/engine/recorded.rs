@@ -7,7 +7,7 @@ use timetable_engine::{
     scheduler::{Scheduler, SchedulerLimits},
 };
 
-use super::trace::{self, Config, Step, Trace};
+use timetable_tests::trace::{self, Config, Step, Trace};
 
 fn shape(config: &Config) -> BatchShape {
     BatchShape {

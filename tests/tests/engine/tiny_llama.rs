@@ -18,7 +18,7 @@ use timetable_types::{
     BuilderInfo, CaptureShape, CommonAttentionMetadata, Family, LaunchPromise, Metadata,
 };
 
-use super::trace;
+use timetable_tests::trace;
 
 fn config(tokens: usize, rows: usize, block_size: usize) -> EngineConfig {
     EngineConfig {

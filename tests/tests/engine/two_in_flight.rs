@@ -18,7 +18,7 @@ use timetable_tests::{
 };
 use timetable_types::{CudagraphMode, Dtype, Family};
 
-use super::trace;
+use timetable_tests::trace;
 
 fn config(tokens: usize, rows: usize, block_size: usize) -> EngineConfig {
     EngineConfig {

@@ -15,7 +15,7 @@ use timetable_tests::{
 };
 use timetable_types::{CudagraphMode, Family};
 
-use super::trace;
+use timetable_tests::trace;
 
 const WINDOW: usize = 24;
 

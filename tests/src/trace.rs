@@ -1,4 +1,5 @@
-//! The recorded runs of `vectors/engine`, read.
+//! The recorded runs of `vectors/engine`, read. It must never know a test.
+#![allow(missing_docs, reason = "the fields are the recorded engine's")]
 
 use serde::Deserialize;
 
@@ -59,7 +60,8 @@ pub const NAMES: [&str; 4] = [
 
 /// Reads a run.
 pub fn load(name: &str) -> Trace {
-    let path = format!("{}/vectors/engine/{name}.json", env!("CARGO_MANIFEST_DIR"));
-    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
-    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{path}: {error}"))
+    let path = crate::drive::tests_dir().join(format!("vectors/engine/{name}.json"));
+    let at = path.display();
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{at}: {error}"));
+    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{at}: {error}"))
 }
