@@ -94,6 +94,17 @@ Examples:
   timetable bench --device cuda --only gap --model SmolLM2-135M-Instruct.Q4_1.gguf")]
     Bench(Bench),
 
+    /// Make a builder's fault happen again from the bundle that a host wrote into its fault directory; needs no model and no GPU
+    #[command(after_help = "\
+Ends with 0 if the fault happened again, or is of a kind that does not replay (watchdog, stack depth, build budget) and says so,
+and with 1 if it should have happened and did not.
+
+Examples:
+  timetable generate --model m.gguf --prompt Hi --builder FLASH_ATTN=mine.wasm --fault-dir ./faults
+  timetable replay-bundle ./faults/*-trap.ttfault
+  timetable replay-bundle FILE --json | jq .replay")]
+    ReplayBundle(ReplayBundle),
+
     /// List the components in this binary, or write them to a directory
     Components(Components),
 
@@ -295,6 +306,14 @@ pub struct HostArgs {
     /// Keep compiled components in this directory, mode 0700
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub cache_dir: Option<PathBuf>,
+
+    /// Keep builders' faults as bundles in this directory, mode 0700; at most 64 files and 256 MiB, the oldest go
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub fault_dir: Option<PathBuf>,
+
+    /// What becomes of a step in which the builder faults
+    #[arg(long, value_enum, default_value_t = OnFaultArg::Fallback)]
+    pub on_builder_fault: OnFaultArg,
 
     /// Mark the parts of each step for a profiler of NVIDIA's (NVTX ranges), where its library is installed
     #[arg(long)]
@@ -564,6 +583,28 @@ pub struct Bench {
     pub no_peer: bool,
 
     /// Print one JSON object at the end
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What becomes of a step in which the builder faults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OnFaultArg {
+    /// The plain builder builds it
+    Fallback,
+    /// Its requests fail; the plain builder never builds in the component's place
+    FailStep,
+    /// Its requests fail, and so does every later step until a reload or a rollback
+    FailClosed,
+}
+
+#[derive(Debug, Args)]
+pub struct ReplayBundle {
+    /// The bundle
+    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub path: PathBuf,
+
+    /// Print JSON
     #[arg(long)]
     pub json: bool,
 }

@@ -34,6 +34,7 @@ fn main() -> ExitCode {
         Command::ExplainGraphs(arguments) => commands::explain_graphs::run(&arguments),
         Command::Selftest(arguments) => commands::selftest::run(&arguments),
         Command::Bench(arguments) => commands::bench::run(&arguments),
+        Command::ReplayBundle(arguments) => commands::replay_bundle::run(&arguments),
         Command::Components(arguments) => commands::components::run(&arguments),
         Command::Completions(arguments) => commands::completions(arguments.shell),
     };

@@ -103,6 +103,17 @@ impl Sandbox {
         self.shared.bundles.load_full()
     }
 
+    /// Waits until everything that was left to the reload thread so far is done: instances dropped, bundles written. False if
+    /// that took longer than `patience`. For a process that is about to end.
+    pub fn settle(&self, patience: std::time::Duration) -> bool {
+        let (done, is_done) = crossbeam_channel::bounded(1);
+        self.shared.workshop.run(move || {
+            // Nobody waits any more: nothing to tell.
+            let _ = done.send(());
+        });
+        is_done.recv_timeout(patience).is_ok()
+    }
+
     /// The limits in force.
     pub fn limits(&self) -> &Limits {
         &self.shared.limits

@@ -1,6 +1,7 @@
 //! What the socket of a running host controls: its groups' builders, and the record of what is active.
 
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use timetable_attention::group::AttentionGroup;
@@ -23,6 +24,9 @@ impl Group {
         &self.layers.backend.name
     }
 }
+
+/// How long the end waits for what is still to be written.
+const SETTLE: Duration = Duration::from_secs(2);
 
 /// Reads the engine's counts and times, as of its last step.
 pub type StatsReader = Box<dyn Fn() -> EngineStats + Send + Sync>;
@@ -53,6 +57,13 @@ impl Host {
             startup,
             stats,
             state: Mutex::new(state),
+        }
+    }
+
+    /// Waits a moment for fault bundles that are still to be written.
+    pub fn settle(&self) {
+        if !self.sandbox.settle(SETTLE) {
+            tracing::warn!("the reload thread is still busy; fault bundles may be missing");
         }
     }
 

@@ -14,7 +14,7 @@ struct Metric {
     samples: fn(&Value, &mut Vec<(String, f64)>),
 }
 
-const METRICS: [Metric; 8] = [
+const METRICS: [Metric; 17] = [
     Metric {
         name: "timetable_attention_backend_info",
         kind: "gauge",
@@ -79,6 +79,68 @@ const METRICS: [Metric; 8] = [
         kind: "gauge",
         help: "The most work items of a step that the version in service chose.",
         samples: |group, out| out.push((String::new(), number(&group["work_items"]["max"]))),
+    },
+    Metric {
+        name: "timetable_builder_failed_steps_total",
+        kind: "counter",
+        help: "Steps that failed: nobody had acceptable metadata, or the fault policy left none to the plain builder.",
+        samples: |group, out| out.push((String::new(), number(&group["failed_steps"]))),
+    },
+    Metric {
+        name: "timetable_builder_backoff_steps_total",
+        kind: "counter",
+        help: "Steps in which the component was left out after faults.",
+        samples: |group, out| out.push((String::new(), number(&group["backoff_steps"]))),
+    },
+    Metric {
+        name: "timetable_builder_quarantines_total",
+        kind: "counter",
+        help: "Versions that were taken out of service after faults.",
+        samples: |group, out| out.push((String::new(), number(&group["quarantines"]))),
+    },
+    Metric {
+        name: "timetable_builder_returns_total",
+        kind: "counter",
+        help: "Times that the last good version took over by itself.",
+        samples: |group, out| out.push((String::new(), number(&group["returns"]))),
+    },
+    Metric {
+        name: "timetable_builder_reruns_total",
+        kind: "counter",
+        help: "Sampled steps that a fresh instance built again.",
+        samples: |group, out| out.push((String::new(), number(&group["reruns"]))),
+    },
+    Metric {
+        name: "timetable_builder_all_faults_total",
+        kind: "counter",
+        help: "Faults of all versions, by kind.",
+        samples: |group, out| {
+            for (kind, count) in group["all_faults"].as_object().into_iter().flatten() {
+                out.push((format!(",kind=\"{}\"", escape(kind)), number(count)));
+            }
+        },
+    },
+    Metric {
+        name: "timetable_builder_fault_bundles_total",
+        kind: "counter",
+        help: "Fault bundles of the host: written, left out because they are like others, failed.",
+        samples: |group, out| {
+            for (outcome, count) in group["bundles"].as_object().into_iter().flatten() {
+                out.push((format!(",outcome=\"{}\"", escape(outcome)), number(count)));
+            }
+        },
+    },
+    Metric {
+        name: "timetable_watchdog_restarts_total",
+        kind: "counter",
+        help: "Ticker threads of the host's watchdog that were dead or stuck, and replaced.",
+        samples: |group, out| out.push((String::new(), number(&group["watchdog_restarts"]))),
+    },
+    Metric {
+        name: "timetable_watchdog_stalls_total",
+        kind: "counter",
+        help: "How many of them were stuck.",
+        samples: |group, out| out.push((String::new(), number(&group["watchdog_stalls"]))),
     },
     Metric {
         name: "timetable_builder_faults_total",
@@ -218,7 +280,8 @@ mod tests {
                 "backend": "FLASH_ATTN", "group": "full \"0\"", "layers": 30, "kv_cache_group": 0, "state": "active", "steps": 12,
                 "plain_steps": 1, "active": { "version": "ab", "name": "flash-attn" },
                 "build_p50_ns": 1500, "build_p99_ns": null,
-                "splits": { "max": 4 }, "work_items": { "max": 9 }, "faults": { "trap": 2 },
+                "splits": { "max": 4 }, "work_items": { "max": 9 }, "faults": { "trap": 2 }, "all_faults": { "trap": 3, "fuel": 1 }, "failed_steps": 5, "quarantines": 1,
+                "bundles": { "written": 4, "left_out": 7, "failed": 0 },
             }],
             "cudagraph_mode": { "configured": "FULL_AND_PIECEWISE", "survived": "NONE" },
             "engine": {
@@ -233,6 +296,9 @@ mod tests {
             "timetable_builder_steps_total{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\"} 12",
             "timetable_builder_build_seconds{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",quantile=\"0.5\"} 0.0000015",
             "timetable_builder_faults_total{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",kind=\"trap\"} 2",
+            "timetable_builder_all_faults_total{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",kind=\"trap\"} 3",
+            "timetable_builder_failed_steps_total{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\"} 5",
+            "timetable_builder_fault_bundles_total{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",outcome=\"left_out\"} 7",
             "timetable_cudagraph_mode_info{configured=\"FULL_AND_PIECEWISE\",survived=\"NONE\"} 1",
             "timetable_steps_total 13",
             "timetable_step_seconds_total{part=\"build\"} 0.0015",

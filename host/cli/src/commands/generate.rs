@@ -42,6 +42,7 @@ pub fn run(arguments: &Generate) -> Result<(), Failure> {
     let builders = host.builders().map_err(Failure::of(Exit::Failure))?;
     let fatal = engine.fatal_error();
     engine.shutdown();
+    host.settle();
 
     if arguments.json {
         print_json(&report(

@@ -12,10 +12,12 @@ use timetable_engine::{
     AttentionPlan, BuilderSource, CacheSize, CpuExecutor, DeviceChoice, Engine, EngineConfig,
     EngineError, EngineHandle, Executor, KvCacheDtype, ModelDtype,
 };
-use timetable_sandbox::{CodeCache, Component, Limits, Sandbox, StateDir};
+use timetable_sandbox::{
+    BundleLimits, CodeCache, Component, FaultDir, FaultPolicy, Limits, OnFault, Sandbox, StateDir,
+};
 
 use crate::admin::{Group, Host};
-use crate::cli::{DtypeArg, Generate, KvCacheDtypeArg, WeightsArg};
+use crate::cli::{DtypeArg, Generate, KvCacheDtypeArg, OnFaultArg, WeightsArg};
 use crate::commands::explain_graphs::mode;
 use crate::commands::progress::Progress;
 use crate::commands::{embedded, read_component};
@@ -52,6 +54,10 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         None => Sandbox::new(Limits::default()),
     }
     .map_err(Failure::of(Exit::Failure))?;
+    if let Some(path) = &arguments.host.fault_dir {
+        let dir = FaultDir::open(path, BundleLimits::default()).map_err(|error| bad(&error))?;
+        sandbox.keep_faults_in(dir);
+    }
     let state = arguments
         .host
         .state_dir
@@ -96,6 +102,19 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
     .map_err(|error| refused(&error))?;
     progress.finish();
 
+    let policy = FaultPolicy {
+        on_fault: match arguments.host.on_builder_fault {
+            OnFaultArg::Fallback => OnFault::Fallback,
+            OnFaultArg::FailStep => OnFault::FailStep,
+            OnFaultArg::FailClosed => OnFault::FailClosed,
+        },
+        ..FaultPolicy::default()
+    };
+    for (handle, _) in engine.group_handles() {
+        handle
+            .set_policy(policy)
+            .map_err(Failure::of(Exit::Failure))?;
+    }
     let groups = engine
         .group_handles()
         .into_iter()
