@@ -36,6 +36,13 @@ __device__ __forceinline__ KeyRange key_range(const TtWorkItem &item, int heads_
     return range;
 }
 
+// threadIdx.x, read anew at every call: what derives from it is not kept in registers from one item of a block to the next.
+__device__ __forceinline__ unsigned thread_index() {
+    unsigned x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
 __device__ __forceinline__ TtWorkItem load_item(const TtWorkItem *from) {
     union {
         int4 words[3];
@@ -49,9 +56,20 @@ __device__ __forceinline__ TtWorkItem load_item(const TtWorkItem *from) {
 }
 
 __device__ __forceinline__ TtWorkHeader load_header(const TtWorkHeader *from) {
-    int4 words = __ldg(reinterpret_cast<const int4 *>(from));
+    // Volatile: read anew for every item.
+    int4 words;
+    asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(from));
     return TtWorkHeader{words.x, words.y, words.z, words.w};
 }
+
+// What a block is at, in shared memory, where it takes no registers while keys are walked: written by thread 0, read after the
+// next barrier.
+struct __align__(16) CurrentItem {
+    TtWorkItem item;
+    int kv_head;
+    unsigned next;  // the block's next pair
+};
 
 // Where a warp's runs of keys stand in the cache. Run j starts at key first + j * step; a run never leaves its page. Block
 // ids are read 32 at a time, one batch ahead of their use.
@@ -225,6 +243,46 @@ __device__ __forceinline__ void clear_tail(const TtAttentionParams &p, const TtW
     }
 }
 
+// Calls run(item, kv_head), by the whole block, for each of its pairs of an item and a KV head: of all pairs, numbered so that
+// the heads of one item are neighbours (not HEADS_FIRST: the items of one head are), block b runs b, b + gridDim.x, ... A full
+// grid has a block for every pair of the launch promise; a smaller one is for promises far above what most steps have. `run`
+// passes a barrier before it reads `current`. What an item does not need while it runs is read anew afterwards: the loop takes
+// no registers.
+template <class E, int D, bool HEADS_FIRST, class Run>
+__device__ __forceinline__ void each_item(const TtAttentionParams &p, CurrentItem &current, Run run) {
+    unsigned pair = blockIdx.x;
+    while (true) {
+        const int index = HEADS_FIRST ? pair / p.num_kv_heads : pair % p.max_work_items;
+        const int kv_head = HEADS_FIRST ? pair % p.num_kv_heads : pair / p.max_work_items;
+        const TtWorkItem item = load_item(p.items + index);
+        const TtWorkHeader header = load_header(p.header);
+        if (header.tail_begin < header.tail_end && pair < gridDim.x) {
+            clear_tail<E, D>(p, header);
+        }
+        // Of the pairs that follow none has an item either. (Not HEADS_FIRST, which is for full grids.)
+        if (index >= header.num_items) {
+            return;
+        }
+        if (thread_index() == 0) {
+            current.item = item;
+            current.kv_head = kv_head;
+            current.next = pair + gridDim.x;
+        }
+        run(item, kv_head);
+        const unsigned pairs = static_cast<unsigned>(p.num_kv_heads) * p.max_work_items;
+        if (gridDim.x >= pairs) {
+            return;
+        }
+        // The item before is done with shared memory; then `current` is read, and free.
+        __syncthreads();
+        pair = current.next;
+        __syncthreads();
+        if (pair >= pairs) {
+            return;
+        }
+    }
+}
+
 // Index of a partial result's row.
 __device__ __forceinline__ int64_t partial_index(const TtAttentionParams &p, int slot, int kv_head, int row) {
     return (static_cast<int64_t>(slot) * p.num_kv_heads + kv_head) * p.partial_rows + row;
@@ -238,7 +296,8 @@ __device__ __forceinline__ void merge_if_last(const TtAttentionParams &p, const 
     __shared__ int last;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) {
+    const int thread = thread_index();
+    if (thread == 0) {
         int *counter = p.merge_counters + static_cast<int64_t>(item.first_slot) * p.num_kv_heads + kv_head;
         last = atomicAdd(counter, 1) == item.num_slots - 1;
         if (last) {
@@ -251,7 +310,7 @@ __device__ __forceinline__ void merge_if_last(const TtAttentionParams &p, const 
     }
     __threadfence();
     constexpr int kVectors = (D / 4 + 31) / 32;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int warp = thread / 32, lane = thread % 32;
     int64_t slot_step = static_cast<int64_t>(p.num_kv_heads) * p.partial_rows;
     for (int row = warp; row < item.row_end - item.row_begin; row += THREADS / 32) {
         int64_t base = partial_index(p, item.first_slot, kv_head, row);

@@ -1,6 +1,6 @@
-// The decode kernels. Grid: num_kv_heads * max_work_items blocks of 128 threads. The symbols tt_shared_bytes_<name> and
-// tt_tile_rows_<name> (s32, in the module) say how much dynamic shared memory a launch takes and how many packed rows an
-// item may have.
+// The decode kernels. Grid: at most num_kv_heads * max_work_items blocks of 128 threads; fewer share the list. The
+// symbols tt_shared_bytes_<name> and tt_tile_rows_<name> (s32, in the module) say how much dynamic shared memory a launch takes
+// and how many packed rows an item may have.
 #include "decode.cuh"
 
 #define TT_DECODE(name, E, KV, D, STAGES, PER_SM)                                                                 \

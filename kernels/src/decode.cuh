@@ -1,9 +1,10 @@
 // Decode attention: items of at most 16 packed query rows, bound by memory bandwidth.
 //
-// A block is one item for one KV head. Its warps share nothing until the end: each walks its own runs of 16 keys (run w,
-// w + WARPS, ...) through a pipeline of STAGES shared-memory stages that it fills itself with cp.async, so that no barrier
-// stands in the loop. The packed rows are the 16 rows of an mma tile, or, up to 8, its columns. At the end the warps'
-// results are merged in warp order, and the item's partial is merged with the others of its tile by the block that comes last.
+// A block runs one item for one KV head, and the next (each_item). Its warps share nothing until an item's end: each walks its
+// own runs of 16 keys (run w, w + WARPS, ...) through a pipeline of STAGES shared-memory stages that it fills itself with
+// cp.async, so that no barrier stands in the loop. The packed rows are the 16 rows of an mma tile, or, up to 8, its columns. At
+// the end the warps' results are merged in warp order, and the item's partial is merged with the others of its tile by the
+// block that comes last.
 #pragma once
 
 #include "attention.cuh"
@@ -20,6 +21,12 @@
 
 namespace tt {
 
+#ifdef TT_ITEMS_FIRST
+constexpr bool kDecodeHeadsFirst = false;
+#else
+constexpr bool kDecodeHeadsFirst = true;
+#endif
+
 template <class KV, int D, int WARPS, int STAGES>
 constexpr int kDecodeSharedBytes = WARPS * STAGES * 16 * kStateBytes<KV, D>;
 
@@ -27,7 +34,7 @@ constexpr int kDecodeSharedBytes = WARPS * STAGES * 16 * kStateBytes<KV, D>;
 // (of an output) its 16 rows: half the work of padding rows to 16.
 template <class E, class KV, int D, int WARPS, int STAGES, bool NARROW>
 __device__ __forceinline__ void decode_item(const TtAttentionParams &p, const TtWorkItem &item, int kv_head,
-                                            unsigned char *shared, float2 (&states)[WARPS][16]) {
+                                            unsigned char *shared, float2 (&states)[WARPS][16], const CurrentItem &current) {
     // fp8 states are widened to f16, which is cheaper than to bf16, and exact.
     using M = typename Choose<IsFp8<KV>::value, __half, E>::type;
     using F = Fragments<M, KV, D>;
@@ -37,7 +44,8 @@ __device__ __forceinline__ void decode_item(const TtAttentionParams &p, const Tt
     constexpr bool kOnce = TT_DECODE_ONCE && !F::kFp8 && D <= 128;
     static_assert(kDecodeSharedBytes<KV, D, WARPS, STAGES> >= WARPS * 16 * kOutStride * 4, "the final merge fits");
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const unsigned thread = thread_index();
+    const int warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const int group = p.num_heads / p.num_kv_heads;
     const int rows = item.row_end - item.row_begin;
     const KeyRange range = key_range(item, group, p.sliding_window);
@@ -323,8 +331,11 @@ __device__ __forceinline__ void decode_item(const TtAttentionParams &p, const Tt
     if constexpr (F::kFp8) {
         value_scale = kv_scale(p.v_scale, p.kv_scale_stride, kv_head) * Type<M>::kFp8Scale;
     }
-    const bool whole = item.num_slots <= 1;
-    for (int i = threadIdx.x; i < rows * (D / 4); i += WARPS * 32) {
+    // Read again where it is needed again, and not kept in registers over the keys.
+    const TtWorkItem done = current.item;
+    const int head_of_item = current.kv_head;
+    const bool whole = done.num_slots <= 1;
+    for (int i = thread; i < rows * (D / 4); i += WARPS * 32) {
         int row = i / (D / 4), column = i % (D / 4) * 4;
         float high = minus_inf();
 #pragma unroll
@@ -349,16 +360,16 @@ __device__ __forceinline__ void decode_item(const TtAttentionParams &p, const Tt
         sum = make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
         float lse = total == 0.0f ? minus_inf() : shift + log2f(total);
         if (whole) {
-            int packed = item.row_begin + row;
-            int64_t token = item.first_token + packed / group;
-            int head = kv_head * group + packed % group;
+            int packed = done.row_begin + row;
+            int64_t token = done.first_token + packed / group;
+            int head = head_of_item * group + packed % group;
             E *out = static_cast<E *>(p.output) + token * p.output_stride + head * D + column;
             *reinterpret_cast<uint2 *>(out) = make_uint2(Type<E>::pack(sum.x, sum.y), Type<E>::pack(sum.z, sum.w));
             if (column == 0 && p.lse != nullptr) {
                 p.lse[token * p.num_heads + head] = lse * kLn2;
             }
         } else {
-            int64_t at = partial_index(p, item.slot, kv_head, row);
+            int64_t at = partial_index(p, done.slot, head_of_item, row);
             *reinterpret_cast<float4 *>(p.partial_output + at * D + column) = sum;
             if (column == 0) {
                 p.partial_lse[at] = lse;
@@ -366,7 +377,7 @@ __device__ __forceinline__ void decode_item(const TtAttentionParams &p, const Tt
         }
     }
     if (!whole) {
-        merge_if_last<E, D, WARPS * 32>(p, item, kv_head, group);
+        merge_if_last<E, D, WARPS * 32>(p, done, head_of_item, group);
     }
 }
 
@@ -374,24 +385,14 @@ template <class E, class KV, int D, int WARPS, int STAGES>
 __device__ __forceinline__ void decode_attention(const TtAttentionParams &p) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float2 states[WARPS][16];
-#ifdef TT_ITEMS_FIRST
-    const int index = blockIdx.x % p.max_work_items, kv_head = blockIdx.x / p.max_work_items;
-#else
-    const int index = blockIdx.x / p.num_kv_heads, kv_head = blockIdx.x % p.num_kv_heads;
-#endif
-    const TtWorkItem item = load_item(p.items + index);
-    const TtWorkHeader header = load_header(p.header);
-    if (header.tail_begin < header.tail_end) {
-        clear_tail<E, D>(p, header);
-    }
-    if (index >= header.num_items) {
-        return;
-    }
-    if (TT_DECODE_NARROW && item.row_end - item.row_begin <= 8) {
-        decode_item<E, KV, D, WARPS, STAGES, true>(p, item, kv_head, shared, states);
-    } else {
-        decode_item<E, KV, D, WARPS, STAGES, false>(p, item, kv_head, shared, states);
-    }
+    __shared__ CurrentItem current;
+    each_item<E, D, kDecodeHeadsFirst>(p, current, [&](const TtWorkItem &item, int kv_head) {
+        if (TT_DECODE_NARROW && item.row_end - item.row_begin <= 8) {
+            decode_item<E, KV, D, WARPS, STAGES, true>(p, item, kv_head, shared, states, current);
+        } else {
+            decode_item<E, KV, D, WARPS, STAGES, false>(p, item, kv_head, shared, states, current);
+        }
+    });
 }
 
 }  // namespace tt

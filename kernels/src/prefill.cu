@@ -1,6 +1,7 @@
-// The prefill kernels. Grid: num_kv_heads * max_work_items blocks of 128 threads. The symbols tt_shared_bytes_<name> and
-// tt_tile_rows_<name> (s32, in the module) say how much dynamic shared memory a launch takes and how many packed rows an
-// item may have: 128; 64 at a head of 256, and for those named _r64, which suit short queries and work lists of such tiles.
+// The prefill kernels. Grid: at most num_kv_heads * max_work_items blocks of 128 threads; fewer share the list. The
+// symbols tt_shared_bytes_<name> and tt_tile_rows_<name> (s32, in the module) say how much dynamic shared memory a launch takes
+// and how many packed rows an item may have: 128; 64 at a head of 256, and for those named _r64, which suit short queries and
+// work lists of such tiles.
 #include "prefill.cuh"
 
 #define TT_PREFILL(name, E, KV, D, BLOCKS, KEYS)                                                             \

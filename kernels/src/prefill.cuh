@@ -1,8 +1,8 @@
 // Prefill and mixed attention: items of up to WARPS * BLOCKS * 16 packed query rows, on the tensor cores (mma.sync).
 //
-// A block is one item for one KV head. Each warp owns BLOCKS * 16 rows and walks all keys of the item, KEYS at a time; the
-// queries stay in shared memory, keys and values come through two stages filled by cp.async. Each B fragment read from
-// shared memory serves BLOCKS mma row blocks: with two, the tensor cores and not shared memory set the pace.
+// A block runs one item for one KV head, and the next (each_item). Each warp owns BLOCKS * 16 rows and walks all keys of the
+// item, KEYS at a time; the queries stay in shared memory, keys and values come through two stages filled by cp.async. Each B
+// fragment read from shared memory serves BLOCKS mma row blocks: with two, the tensor cores and not shared memory set the pace.
 //
 // The seam for wgmma and TMA is this function: a kernel with the same arguments and items may take its place.
 #pragma once
@@ -14,29 +14,19 @@ namespace tt {
 template <class KV, int D, int WARPS, int BLOCKS, int KEYS>
 constexpr int kPrefillSharedBytes = WARPS * BLOCKS * 16 * (D * 2 + 16) + 2 * KEYS * kStateBytes<KV, D>;
 
-template <class E, class KV, int D, int WARPS, int BLOCKS, int KEYS, bool HEADS_FIRST = true>
-__device__ __forceinline__ void prefill_attention(const TtAttentionParams &p) {
+// One item.
+template <class E, class KV, int D, int WARPS, int BLOCKS, int KEYS>
+__device__ __forceinline__ void prefill_item(const TtAttentionParams &p, const TtWorkItem &item, int kv_head,
+                                             unsigned char *shared, const CurrentItem &current) {
     using F = Fragments<E, KV, D>;
     constexpr int kRows = WARPS * BLOCKS * 16;
     constexpr int kQueryBytes = D * 2 + 16;
     constexpr int kStage = KEYS * kStateBytes<KV, D>;
     constexpr int kRun = KEYS / WARPS;
     static_assert(KEYS % WARPS == 0 && 16 % kRun == 0, "a warp's run of keys stays in a page");
-    extern __shared__ __align__(128) unsigned char shared[];
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // The heads of one item are neighbours, so that the longest items of every head start first and the shortest end the
-    // launch. (Not HEADS_FIRST: the items of one head are.)
-    const int index = HEADS_FIRST ? blockIdx.x / p.num_kv_heads : blockIdx.x % p.max_work_items;
-    const int kv_head = HEADS_FIRST ? blockIdx.x % p.num_kv_heads : blockIdx.x / p.max_work_items;
-    const TtWorkItem item = load_item(p.items + index);
-    const TtWorkHeader header = load_header(p.header);
-    if (header.tail_begin < header.tail_end) {
-        clear_tail<E, D>(p, header);
-    }
-    if (index >= header.num_items) {
-        return;
-    }
+    const unsigned thread = thread_index();
+    const int warp = thread / 32, lane = thread % 32;
     const int group = p.num_heads / p.num_kv_heads;
     const int rows = item.row_end - item.row_begin;
     const int window = p.sliding_window;
@@ -69,7 +59,7 @@ __device__ __forceinline__ void prefill_attention(const TtAttentionParams &p) {
         copy_commit();
     };
 
-    for (int i = threadIdx.x; i < kRows * (D / 8); i += WARPS * 32) {
+    for (int i = thread; i < kRows * (D / 8); i += WARPS * 32) {
         int row = i / (D / 8), chunk = i % (D / 8);
         int packed = item.row_begin + row;
         int token = packed / group, head = kv_head * group + packed - token * group;
@@ -259,22 +249,28 @@ __device__ __forceinline__ void prefill_attention(const TtAttentionParams &p) {
     }
     copy_wait<0>();
 
-    const bool whole = item.num_slots <= 1;
+    // Read again where it is needed again, and not kept in registers over the keys. Without keys there was no barrier yet.
+    if (tiles == 0) {
+        __syncthreads();
+    }
+    const TtWorkItem done = current.item;
+    const int head_of_item = current.kv_head;
+    const bool whole = done.num_slots <= 1;
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             int row = (warp * BLOCKS + block) * 16 + lane / 4 + 8 * half;
             float total = quad_sum(weight[block][half]);
-            if (row >= rows) {
+            if (row >= done.row_end - done.row_begin) {
                 continue;
             }
             float inverse = total == 0.0f ? 0.0f : value_scale / total;
             float lse = total == 0.0f ? minus_inf() : top[block][half] * to_log2 + log2f(total);
             if (whole) {
-                int packed = item.row_begin + row;
-                int64_t token = item.first_token + packed / group;
-                int head = kv_head * group + packed % group;
+                int packed = done.row_begin + row;
+                int64_t token = done.first_token + packed / group;
+                int head = head_of_item * group + packed % group;
                 E *out = static_cast<E *>(p.output) + token * p.output_stride + head * D;
                 F::store_columns(o[block], half, lane, [&](int column, float x, float y) {
                     *reinterpret_cast<unsigned *>(out + column) = Type<E>::pack(x * inverse, y * inverse);
@@ -283,7 +279,7 @@ __device__ __forceinline__ void prefill_attention(const TtAttentionParams &p) {
                     p.lse[token * p.num_heads + head] = lse * kLn2;
                 }
             } else {
-                int64_t at = partial_index(p, item.slot, kv_head, row);
+                int64_t at = partial_index(p, done.slot, head_of_item, row);
                 F::store_columns(o[block], half, lane, [&](int column, float x, float y) {
                     *reinterpret_cast<float2 *>(p.partial_output + at * D + column) = make_float2(x * inverse, y * inverse);
                 });
@@ -294,8 +290,19 @@ __device__ __forceinline__ void prefill_attention(const TtAttentionParams &p) {
         }
     }
     if (!whole) {
-        merge_if_last<E, D, WARPS * 32>(p, item, kv_head, group);
+        merge_if_last<E, D, WARPS * 32>(p, done, head_of_item, group);
     }
+}
+
+template <class E, class KV, int D, int WARPS, int BLOCKS, int KEYS, bool HEADS_FIRST = true>
+__device__ __forceinline__ void prefill_attention(const TtAttentionParams &p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ CurrentItem current;
+    // The heads of one item are neighbours, so that the longest items of every head start first and the shortest end the
+    // launch. (Not HEADS_FIRST: the items of one head are.)
+    each_item<E, D, HEADS_FIRST>(p, current, [&](const TtWorkItem &item, int kv_head) {
+        prefill_item<E, KV, D, WARPS, BLOCKS, KEYS>(p, item, kv_head, shared, current);
+    });
 }
 
 }  // namespace tt

@@ -20,7 +20,7 @@ Shape decode_shape(int batch, int context, int splits, bool nhd, int cache_kind 
     return s;
 }
 
-double time_decode(const Shape &s, const std::string &kernel) {
+double time_decode(const Shape &s, const std::string &kernel, int promise = 1, unsigned most_blocks = 0) {
     size_t bytes = static_cast<size_t>(s.query_lens.size()) * s.kv_lens[0] * s.kv_heads * s.size * 2 * element_bytes(s.cache_kind);
     int sets = std::max<int>(1, std::min<int>(6, static_cast<int>(6000000000ull / bytes)));
     std::vector<std::unique_ptr<Batch>> batches;
@@ -28,11 +28,13 @@ double time_decode(const Shape &s, const std::string &kernel) {
     std::vector<std::unique_ptr<Scratch>> scratches;
     for (int i = 0; i < sets; ++i) {
         batches.emplace_back(new Batch(s));
-        plans.emplace_back(new Plan(*batches[i], 16, 0, 0x7fffffff, false));
+        plans.emplace_back(new Plan(*batches[i], 16, 0, 0x7fffffff, false, promise));
         scratches.emplace_back(new Scratch(*batches[i], *plans[i]));
     }
     Buffer<unsigned char> output(batches[0]->query.size);
-    return graph_time(sets, 60, [&](int i) { attention(kernel, *batches[i], *plans[i], *scratches[i], output.data, nullptr); });
+    return graph_time(sets, 60, [&](int i) {
+        attention(kernel, *batches[i], *plans[i], *scratches[i], output.data, nullptr, 128, most_blocks);
+    });
 }
 
 }  // namespace
@@ -65,6 +67,17 @@ void bench_attention() {
         double us = time_decode(s, kernel_name("decode", s));
         std::printf("fp8 cache: batch %d context %d splits %d NHD: %.1f us %.3f TB/s\n", batch, context, splits, us,
                     static_cast<double>(batch) * context * 8 * 128 * 2 / us / 1e6);
+    }
+    cudaDeviceProp properties;
+    CUDA(cudaGetDeviceProperties(&properties, 0));
+    const unsigned captured = 16 * properties.multiProcessorCount / 8 * 8;
+    std::printf("decode of 256 in a graph, 256 items: promised 256, 8,192, and 8,192 with a grid of %u and of %u blocks\n",
+                captured, captured / 8);
+    for (int context : {16, 1024, 4096}) {
+        Shape s = decode_shape(256, context, 1, true);
+        const std::string kernel = kernel_name("decode", s);
+        std::printf("context %5d: %8.1f %8.1f %8.1f %8.1f us\n", context, time_decode(s, kernel), time_decode(s, kernel, 8192),
+                    time_decode(s, kernel, 8192, captured), time_decode(s, kernel, 8192, captured / 8));
     }
     {
         Shape s = decode_shape(256, 4096, 1, true);

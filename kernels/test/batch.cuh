@@ -167,8 +167,8 @@ struct Plan {
     int max_items = 1, tile = 16, partial_rows = 16;
     bool flat_pages = false;
 
-    // Packed-row limits choose the requests.
-    Plan(const Batch &b, int tile_rows, int low, int high, bool with_tail) : tile(tile_rows) {
+    // Packed-row limits choose the requests. There is room for what they need, or for `promise` items if that is more.
+    Plan(const Batch &b, int tile_rows, int low, int high, bool with_tail, int promise = 1) : tile(tile_rows) {
         const Shape &s = b.shape;
         int items_bound = 0, most = 1, largest = 1;
         for (int r = 0; r < b.rows; ++r) {
@@ -185,7 +185,7 @@ struct Plan {
             list(b, low, high, with_tail);
             return;
         }
-        max_items = std::max(items_bound, 1);
+        max_items = std::max(items_bound, promise);
         items.resize(max_items);
         TtPlanParams p = {};
         p.header = header.data;
@@ -293,8 +293,9 @@ TtAttentionParams attention_params(const Batch &b, const Scratch &scratch, void 
     return p;
 }
 
+// most_blocks: 0 for a grid that has a block for every item and head of the plan's promise.
 void attention(const std::string &kernel, const Batch &b, const Plan &plan, const Scratch &scratch, void *output, float *lse,
-               int threads = 128) {
+               int threads = 128, unsigned most_blocks = 0) {
     TtAttentionParams p = attention_params(b, scratch, output, lse);
     p.block_table = plan.flat_pages ? plan.page_indices.data : b.d_table.data;
     p.block_table_stride = plan.flat_pages ? 1 : b.width;
@@ -306,7 +307,8 @@ void attention(const std::string &kernel, const Batch &b, const Plan &plan, cons
     if (kernel.find("_w2_") != std::string::npos) threads = 64;
     if (kernel.find("_w1_") != std::string::npos) threads = 32;
     if (kernel.find("_w8_") != std::string::npos) threads = 256;
-    launch(kernel, static_cast<unsigned>(plan.max_items) * b.shape.kv_heads, threads, k.shared, p);
+    const unsigned blocks = static_cast<unsigned>(plan.max_items) * b.shape.kv_heads;
+    launch(kernel, most_blocks == 0 ? blocks : std::min(blocks, most_blocks), threads, k.shared, p);
 }
 
 void plain(const Batch &b, float *output, float *lse) {
@@ -416,9 +418,11 @@ void check(const Shape &shape, const char *how, const char *ladder = nullptr) {
     const int guard = 2;
     size_t rows = static_cast<size_t>(b.padded) * b.heads();
     Buffer<unsigned char> output((b.padded + guard) * row_bytes), again((b.padded + guard) * row_bytes);
+    Buffer<unsigned char> shared((b.padded + guard) * row_bytes);
     Buffer<float> lse(rows + guard * b.heads()), lse_again(rows + guard * b.heads());
+    Buffer<float> lse_shared(rows + guard * b.heads());
     std::string text = describe(shape, ladder ? ladder : how);
-    auto run = [&](Buffer<unsigned char> &out, Buffer<float> &l) {
+    auto run = [&](Buffer<unsigned char> &out, Buffer<float> &l, unsigned most_blocks = 0, int promise = 1) {
         if (kind == "plain") {
             plain(b, reinterpret_cast<float *>(out.data), l.data);
             CUDA(cudaStreamSynchronize(stream));
@@ -427,18 +431,18 @@ void check(const Shape &shape, const char *how, const char *ladder = nullptr) {
         const int none = 0x7fffffff, tile = shape.size == 256 ? 64 : 128;
         std::vector<std::pair<std::string, Plan>> steps;
         if (kind == "decode") {
-            steps.emplace_back(ladder ? ladder : kernel_name("decode", shape), Plan(b, 16, 0, none, true));
+            steps.emplace_back(ladder ? ladder : kernel_name("decode", shape), Plan(b, 16, 0, none, true, promise));
         } else if (kind == "prefill") {
-            steps.emplace_back(kernel_name("prefill", shape), Plan(b, tile, 0, none, true));
+            steps.emplace_back(kernel_name("prefill", shape), Plan(b, tile, 0, none, true, promise));
         } else if (kind == "prefill64") {
-            steps.emplace_back(kernel_name("prefill", shape) + "_r64", Plan(b, 64, 0, none, true));
+            steps.emplace_back(kernel_name("prefill", shape) + "_r64", Plan(b, 64, 0, none, true, promise));
         } else {
-            steps.emplace_back(kernel_name("decode", shape), Plan(b, 16, 0, 16, false));
-            steps.emplace_back(kernel_name("prefill", shape), Plan(b, tile, 17, none, true));
+            steps.emplace_back(kernel_name("decode", shape), Plan(b, 16, 0, 16, false, promise));
+            steps.emplace_back(kernel_name("prefill", shape), Plan(b, tile, 17, none, true, promise));
         }
         for (auto &step : steps) {
             Scratch scratch(b, step.second);
-            attention(step.first, b, step.second, scratch, out.data, l.data);
+            attention(step.first, b, step.second, scratch, out.data, l.data, 128, most_blocks);
             CUDA(cudaStreamSynchronize(stream));
             auto counters = scratch.counters.host();
             results.check(std::all_of(counters.begin(), counters.end(), [](int32_t x) { return x == 0; }),
@@ -454,6 +458,14 @@ void check(const Shape &shape, const char *how, const char *ladder = nullptr) {
     results.check(good, text + ": " + why);
     auto first = output.host(), second = again.host();
     results.check(first == second, text + ": two runs differ");
+    if (kind != "plain" && !ladder) {
+        // Blocks that share a list, with room for items that it does not have.
+        const unsigned most_blocks = random_int(1, 3 * shape.kv_heads + 1);
+        run(shared, lse_shared, most_blocks, random_int(1, 100));
+        const auto a = lse.host(), c = lse_shared.host();
+        results.check(shared.host() == first && std::equal(a.begin(), a.begin() + rows, c.begin()),
+                      text + ": a grid of " + std::to_string(most_blocks) + " blocks gives other results");
+    }
     results.check(std::all_of(first.begin() + b.padded * row_bytes, first.end(), [](unsigned char x) { return x == 0xff; }),
                   text + ": rows beyond the batch were written");
 }

@@ -468,7 +468,7 @@ impl WorkList {
             reserved: 0,
         };
         // SAFETY: the caller's.
-        unsafe { gpu.kernels.paged_attention(stream, kernel, &params) }
+        unsafe { gpu.kernels.paged_attention(stream, kernel, &params, None) }
     }
 
     /// Are the merge counters zero, as every launch must leave them? The stream has been waited for.

@@ -486,7 +486,8 @@ impl Kernels {
     /// Paged attention of one layer over the items of `params.items`: `kernel` is
     /// [`attention`](Self::attention)'s for the list's tile. Blocks beyond the list leave at once. Items and header are a plan
     /// kernel's; block-table entries of keys that an item covers are trusted to be blocks of the cache. Grid:
-    /// `num_kv_heads * max_work_items`.
+    /// `num_kv_heads * max_work_items`, or `max_blocks` if those are fewer; blocks then share the list, and results are the same
+    /// bit for bit.
     ///
     /// # Errors
     /// A grid of 2³¹ blocks or more, or what the driver says of the launch.
@@ -498,6 +499,7 @@ impl Kernels {
         stream: &Stream,
         kernel: &AttentionKernel,
         params: &AttentionParams,
+        max_blocks: Option<u32>,
     ) -> Result<()> {
         let blocks = i64::from(params.num_kv_heads) * i64::from(params.max_work_items);
         let blocks = u32::try_from(blocks)
@@ -510,6 +512,7 @@ impl Kernels {
                     "a grid has fewer than 2^31 blocks: promise fewer work items",
                 )
             })?;
+        let blocks = max_blocks.map_or(blocks, |most| blocks.min(most.max(1)));
         // SAFETY: the caller's; the kernel takes the struct by value.
         unsafe {
             launch(

@@ -374,6 +374,7 @@ fn eager_lists(
         partial_rows: need.rows.max(1) as u32,
         max_reqs: 0,
         max_tiles: 0,
+        max_blocks: None,
     };
     let has_prefill = needs[1].items > 0;
     let has_decode = needs[0].items > 0 || !has_prefill;

@@ -17,7 +17,7 @@ pub struct ListLaunch {
     pub kind: AttentionKind,
     /// Packed rows of one of its tiles.
     pub tile_rows: u32,
-    /// Items at most, at least 1: the grid is this times KV heads.
+    /// Items at most, at least 1: the grid is this times KV heads, or `max_blocks`.
     pub max_work_items: u32,
     /// FLASH_ATTN: packed rows of a request at least …
     pub min_packed_rows: u32,
@@ -29,6 +29,8 @@ pub struct ListLaunch {
     pub max_reqs: u32,
     /// FLASHINFER: query tiles of the part at most.
     pub max_tiles: u32,
+    /// Blocks of the grid at most; they share the list. None: one for each item and KV head, which is for counted lists.
+    pub max_blocks: Option<u32>,
 }
 
 /// All launches of one step, or of one captured graph.
@@ -87,6 +89,17 @@ impl Launch {
     }
 }
 
+/// Blocks of a captured grid on each multiprocessor: some 2 run at a time, and the rest let the device even out their lengths.
+const CAPTURED_BLOCKS: u32 = 16;
+
+/// Blocks of a captured grid at most. A promise is often far above what a step has, and a block that finds no item costs some
+/// nanoseconds a layer still: 8,192 items promised to 8 KV heads are 65,536 blocks. A multiple of the KV heads, so that a
+/// block keeps its head.
+fn captured_blocks(config: &GroupConfig) -> u32 {
+    let heads = config.num_kv_heads.max(1);
+    (CAPTURED_BLOCKS * config.num_multiprocessors / heads).max(1) * heads
+}
+
 struct Shape {
     reqs: u64,
     tokens: u64,
@@ -116,6 +129,7 @@ fn flash_attn(
     max_num_splits: u32,
 ) -> [Option<ListLaunch>; 2] {
     let splits = u64::from(max_num_splits);
+    let max_blocks = Some(captured_blocks(config));
     // The sum of the rows' splits: padded rows count one.
     let promised = match promise.max_work_items {
         0 => shape.reqs * splits,
@@ -131,6 +145,7 @@ fn flash_attn(
         partial_rows: shape.max_packed().min(DECODE_ROWS) as u32,
         max_reqs: 0,
         max_tiles: 0,
+        max_blocks,
     });
     let max_packed = shape.max_packed();
     let prefill = (max_packed > DECODE_ROWS).then(|| {
@@ -152,6 +167,7 @@ fn flash_attn(
             partial_rows: max_packed.min(tile) as u32,
             max_reqs: 0,
             max_tiles: 0,
+            max_blocks,
         }
     });
     [decode, prefill]
@@ -175,6 +191,7 @@ fn flashinfer(
             partial_rows: rows.min(u64::from(tile)) as u32,
             max_reqs: shape.reqs as u32,
             max_tiles: tiles as u32,
+            max_blocks: Some(captured_blocks(config)),
         }
     };
     let kind = |packed: u64| AttentionKind::of_tile(u32::try_from(packed).unwrap_or(u32::MAX));
@@ -233,6 +250,11 @@ mod tests {
             (AttentionKind::Decode, 512, 4)
         );
         assert_eq!(launch.max_num_splits, 8);
+        // Blocks share the list: as many as fill the device some times over, whole items' heads.
+        let heads = config.num_kv_heads;
+        let blocks = list.max_blocks.unwrap();
+        assert!(blocks.is_multiple_of(heads) && blocks <= 16 * config.num_multiprocessors.max(1));
+        assert!(blocks + heads > 16 * config.num_multiprocessors);
         // A promise of fewer items is taken at its word, one below the rows is not.
         let tight = Launch::captured(&config, &shape(64, 64, 1, Some(1)), &promise(8, 100, 1));
         assert_eq!(tight.max_work_items(), 100);

@@ -163,6 +163,7 @@ impl<'s> GroupLaunch<'s> {
                     stream,
                     kernel,
                     &self.attention_params(index, list, cache, io),
+                    list.max_blocks,
                 )
             }?;
         }

@@ -295,6 +295,7 @@ fn eager_lists(
             partial_rows: tile as u32,
             max_reqs: need.num_reqs as u32,
             max_tiles: need.num_tiles as u32,
+            max_blocks: None,
         })
     };
     let has_prefill = needs[1].list.items > 0;
