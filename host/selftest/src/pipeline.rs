@@ -13,7 +13,10 @@ use timetable_device_cuda::{
     cache::{CacheDtype, CacheStrides, KvCache},
     driver::{DeviceBuffer, DevicePtr, Stream},
     ops::Rows,
-    upload::{PackError, StepBuffers, StepLimits, TableMirror, UnpackStep, UploadRing, UploadSize},
+    upload::{
+        PackError, StepBuffers, StepLimits, StepMarks, TableMirror, UnpackStep, UploadRing,
+        UploadSize,
+    },
 };
 use timetable_types::{BuilderConfig, Dtype, Family, Metadata};
 
@@ -54,6 +57,8 @@ pub struct Pipeline {
     pub key: DeviceBuffer,
     /// The step's values, `[T, Hkv, D]`.
     pub value: DeviceBuffer,
+    /// Marks around each step's copy and unpack, where its times are wanted.
+    pub marks: Option<StepMarks>,
     ring: UploadRing,
     table: TableMirror,
     memory: DeviceBuffer,
@@ -164,6 +169,7 @@ impl Pipeline {
             lse: poisoned(4 * limits.max_num_tokens * shape.heads())?,
             key: poisoned(of * kv_row)?,
             value: poisoned(of * kv_row)?,
+            marks: None,
             table: TableMirror::new(limits.max_num_reqs, limits.table_width, entries.min(4096)),
             block_size: shape.page as u32,
             _scales: scales,
@@ -247,8 +253,14 @@ impl Pipeline {
         let unpack = UnpackStep::new(reqs, tokens, self.block_size);
         // SAFETY: packed above for these buffers, which live as long as the pipeline; its owner waits for the stream.
         unsafe {
-            self.ring
-                .submit(stream, &gpu.kernels, packed, unpack, &ptrs, None)
+            self.ring.submit(
+                stream,
+                &gpu.kernels,
+                packed,
+                unpack,
+                &ptrs,
+                self.marks.as_ref(),
+            )
         }?;
         Ok(replay)
     }

@@ -1,5 +1,8 @@
 //! `bench`: the CUDA kernels' figures on this machine's GPU, beside its ceilings and FlashInfer.
 
+mod gap;
+mod small_model;
+
 use serde_json::json;
 use timetable_selftest::bench::{self, Bench as Measured, BenchError, Options, Row};
 
@@ -9,15 +12,20 @@ use super::{print, print_json};
 use crate::cli::Bench;
 use crate::exit::{Exit, Failure};
 
+/// What the engine is needed for.
+const GAP: &str = "gap";
+
 pub fn run(arguments: &Bench) -> Result<(), Failure> {
+    let mut known = bench::NAMES.to_vec();
+    known.push(GAP);
     if let Some(unknown) = arguments
         .only
         .iter()
-        .find(|name| !bench::NAMES.contains(&name.as_str()))
+        .find(|name| !known.contains(&name.as_str()))
     {
         return Err(Failure::new(
             Exit::Usage,
-            format!("--only {unknown}: give {}", bench::NAMES.join(", ")),
+            format!("--only {unknown}: give {}", known.join(", ")),
         ));
     }
     let options = Options {
@@ -26,8 +34,14 @@ pub fn run(arguments: &Bench) -> Result<(), Failure> {
         python: (!arguments.no_peer).then(|| arguments.python.clone()),
         seed: fresh_seed(),
     };
-    let measured = bench::run(&options, |what| eprintln!("measuring {what}"))
+    let mut measured = bench::run(&options, |what| eprintln!("measuring {what}"))
         .map_err(|error| failure(&error))?;
+    if options.wants(GAP) {
+        eprintln!("measuring {GAP}");
+        measured
+            .rows
+            .extend(gap::measure(options.ordinal, arguments.model.as_deref())?);
+    }
     if arguments.json {
         return print_json(&json!(measured));
     }
@@ -37,7 +51,7 @@ pub fn run(arguments: &Bench) -> Result<(), Failure> {
 fn failure(error: &BenchError) -> Failure {
     match error {
         BenchError::Device(_) => Failure::new(Exit::Device, error),
-        BenchError::Builder(_) => Failure::new(Exit::Failure, error),
+        BenchError::Builder(_) | BenchError::Step(_) => Failure::new(Exit::Failure, error),
     }
 }
 

@@ -19,9 +19,9 @@ use crate::{
 };
 
 /// The engine's default.
-const MAX_NUM_SPLITS: u32 = 32;
+pub(super) const MAX_NUM_SPLITS: u32 = 32;
 
-fn shape(batch: usize, query: usize, keys: usize) -> Shape {
+pub(super) fn shape(batch: usize, query: usize, keys: usize) -> Shape {
     Shape {
         head_size: HEAD_SIZE,
         kv_heads: HEADS.1,
@@ -61,7 +61,7 @@ fn splits(gpu: &Gpu, shape: &Shape) -> Result<Vec<i32>, BenchError> {
 }
 
 /// The shape as a step of the host's, its pages one after the other.
-fn step(shape: &Shape) -> (GroupStep, usize) {
+pub(super) fn step(shape: &Shape) -> (GroupStep, usize) {
     let mut tensors = StepTensors {
         query_start_loc: vec![0],
         block_table_width: shape

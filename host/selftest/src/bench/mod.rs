@@ -3,6 +3,7 @@
 mod attention;
 pub mod cases;
 mod ceilings;
+mod host;
 pub mod peer;
 mod scatter;
 pub mod timing;
@@ -49,6 +50,9 @@ pub enum BenchError {
     /// There is no schedule to measure with.
     #[error("no schedule: {0}")]
     Builder(String),
+    /// A step did not get to the device.
+    #[error(transparent)]
+    Step(#[from] crate::pipeline::StepError),
 }
 
 /// One figure.
@@ -247,10 +251,7 @@ pub fn run(options: &Options, mut progress: impl FnMut(&str)) -> Result<Bench, B
     }
     if options.wants("host") {
         progress("host");
-        shown(
-            Row::new("plan", 256, 1_024, attention::plan_us(&gpu, &mut random)?)
-                .note("work items of a step, once for all layers".to_owned()),
-        );
+        host::run(&gpu, &mut random, &mut shown)?;
     }
     let compared = ["decode", "prefill", "scatter"];
     let peer = match &options.python {
