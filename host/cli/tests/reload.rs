@@ -218,6 +218,46 @@ fn what_is_active_survives_a_restart() {
     assert_eq!(table["builders"][0]["active"]["origin"], path.as_str());
 }
 
+/// Eight faults within the window quarantine a version; the one before takes over by itself, and after a restart too.
+#[test]
+fn a_return_to_the_last_good_version_survives_a_restart() {
+    let scratch = tempfile::tempdir().unwrap();
+    let state: PathBuf = scratch.path().join("state");
+    let state = state.to_str().unwrap();
+    let good = fixed_split(&scratch);
+    let bytes = timetable_reference::chaos(timetable_types::Family::FlashAttn).unwrap();
+    let bad = file(&scratch, "chaos.wasm", bytes);
+    // Good enough to be taken: each instance traps in its seventh call, after those that it is tried with.
+    let options = [
+        "--state-dir",
+        state,
+        "--builder-option",
+        "chaos=trap",
+        "--builder-option",
+        "chaos-from-call=7",
+    ];
+
+    let host = Host::start(&options);
+    let reloaded = host.ask(&["reload", "FLASH_ATTN", &good]).succeeds().json();
+    host.wait_for(|table| table["builders"][0]["active"]["version"] == reloaded["version"]);
+    host.ask(&["reload", "FLASH_ATTN", &bad]).succeeds();
+    let table = host.wait_for(|table| {
+        let group = &table["builders"][0];
+        group["returns"] == 1 && group["active"]["version"] == reloaded["version"]
+    });
+    assert_eq!(table["builders"][0]["quarantines"], 1, "{table}");
+    assert_eq!(table["builders"][0]["all_faults"]["trap"], 8, "{table}");
+    let report = host.finish();
+    assert_eq!(report["failed_steps"], 0);
+
+    let host = Host::start(&options);
+    let table = host.wait_for(|_| true);
+    assert_eq!(
+        table["builders"][0]["active"]["version"],
+        reloaded["version"]
+    );
+}
+
 #[test]
 fn a_second_host_at_the_same_socket_is_refused_and_the_first_goes_on() {
     let host = Host::start(&[]);

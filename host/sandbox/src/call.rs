@@ -11,6 +11,10 @@ use timetable_types::{CaptureShape, CommonAttentionMetadata, Metadata};
 /// What a builder was asked for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "one value a call, never in a collection"
+)]
 pub enum BuilderCall<'a> {
     /// To be constructed, and to say what it is.
     Create,

@@ -336,6 +336,7 @@ mod tests {
             assert!(standing.pay(Duration::from_micros(took), budget), "{step}");
         }
         // 3 ms each: 250 ms of reserve are gone after about 90 steps.
+        let mut standing = Standing::new(&policy);
         let within = (0..1000)
             .take_while(|_| standing.pay(Duration::from_millis(3), budget))
             .count();

@@ -190,6 +190,12 @@ impl ReloadHandle {
         **self.shared.policy.load()
     }
 
+    /// `told` is called with the version that the group returns to by itself after a quarantine, so that whoever records what is
+    /// active can. It runs on the reload thread, and must not wait for a reload.
+    pub fn on_return(&self, told: impl Fn(&VersionInfo) + Send + 'static) {
+        *lock(&self.shared.on_return) = Some(Box::new(told));
+    }
+
     /// What the group's builder is doing.
     pub fn status(&self) -> BuilderStatus {
         self.shared.status()
@@ -341,7 +347,11 @@ pub(crate) fn return_to_last_good(shared: &Shared, quarantined: &Arc<Version>) {
     ready.spare = make(shared, &ready.version.component, &ready.version.config).ok();
     tracing::warn!(group = %shared.name, version = %ready.version.info.version, "returning to the last good version");
     shared.counts.returns.fetch_add(1, Relaxed);
+    let info = ready.version.info.clone();
     drop(shared.pending.put(ready));
+    if let Some(told) = lock(&shared.on_return).as_ref() {
+        told(&info);
+    }
 }
 
 /// After a fault: a new spare, unless the version has gone out of service.

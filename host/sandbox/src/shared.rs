@@ -70,6 +70,9 @@ pub(crate) struct GroupCounts {
     pub(crate) faults: FaultCounts,
 }
 
+/// Told of the version that a group returned to by itself. Runs on the reload thread.
+pub(crate) type OnReturn = Box<dyn Fn(&VersionInfo) + Send>;
+
 /// One group's shared part.
 pub(crate) struct Shared {
     pub(crate) sandbox: Sandbox,
@@ -87,6 +90,8 @@ pub(crate) struct Shared {
     pub(crate) retired: Mailbox<Retired>,
     pub(crate) findings: Mailbox<Finding>,
     pub(crate) previous: Mutex<Option<Ready>>,
+    /// Whoever wants to know of an automatic return.
+    pub(crate) on_return: Mutex<Option<OnReturn>>,
     /// A sampled step is being built again.
     pub(crate) rerunning: AtomicBool,
     pub(crate) counts: GroupCounts,
@@ -124,6 +129,7 @@ impl Shared {
             retired: Mailbox::new(),
             findings: Mailbox::new(),
             previous: Mutex::new(None),
+            on_return: Mutex::new(None),
             rerunning: AtomicBool::new(false),
             counts: GroupCounts::default(),
             state: AtomicU8::new(GroupState::Plain as u8),

@@ -1,12 +1,12 @@
 //! What the socket of a running host controls: its groups' builders, and the record of what is active.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use timetable_attention::group::AttentionGroup;
 use timetable_engine::EngineStats;
-use timetable_sandbox::{ReloadHandle, Sandbox, StateDir, VersionInfo};
+use timetable_sandbox::{ReloadHandle, Sandbox, StateDir, StateError, VersionInfo};
 
 use super::Control;
 
@@ -39,7 +39,7 @@ pub struct Host {
     startup: Value,
     stats: StatsReader,
     /// Also serialises changes: one reload or rollback at a time.
-    state: Mutex<Option<StateDir>>,
+    state: Arc<Mutex<Option<StateDir>>>,
 }
 
 impl Host {
@@ -51,12 +51,19 @@ impl Host {
         stats: StatsReader,
         state: Option<StateDir>,
     ) -> Self {
+        let state = Arc::new(Mutex::new(state));
+        for group in &groups {
+            let (state, backend) = (Arc::clone(&state), group.backend().to_owned());
+            group
+                .handle
+                .on_return(move |info| record_return(&state, &backend, info));
+        }
         Host {
             sandbox,
             groups,
             startup,
             stats,
-            state: Mutex::new(state),
+            state,
         }
     }
 
@@ -108,6 +115,31 @@ impl Host {
     }
 }
 
+/// Makes `info` the version that serves after a restart.
+fn record(state: &mut StateDir, info: &VersionInfo) -> Result<(), StateError> {
+    if state.component(info.component).is_ok() {
+        state.activate_kept(info.family, info.component, &info.origin)
+    } else {
+        // An embedded component, or one given on the command line: nothing to keep.
+        state.deactivate(info.family)
+    }
+}
+
+/// As `record`, for a version that was returned to after a quarantine. On the reload thread, which a reload that holds `state`
+/// may be waiting for: such a reload records what serves itself.
+fn record_return(state: &Mutex<Option<StateDir>>, backend: &str, info: &VersionInfo) {
+    let mut state = match state.try_lock() {
+        Ok(state) => state,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => return,
+    };
+    if let Some(state) = state.as_mut()
+        && let Err(error) = record(state, info)
+    {
+        tracing::error!(%backend, %error, "the return to the last good version will not survive a restart");
+    }
+}
+
 impl Control for Host {
     fn reload(&self, backend: &str, origin: &str, component: &[u8]) -> Result<Value, String> {
         let groups = self.groups_of(backend)?;
@@ -144,6 +176,14 @@ impl Control for Host {
                 .map_err(|error| {
                     format!("{origin} serves, but will not after a restart: {error}")
                 })?;
+            // Its faults may have taken it out of service by now, when `record_return` could not have its say.
+            let serves = groups.iter().find_map(|group| {
+                let status = group.handle.status();
+                status.pending.or(status.active)
+            });
+            if let Some(serves) = serves.filter(|serves| serves.version != info.version) {
+                record(state, &serves).map_err(|error| error.to_string())?;
+            }
         }
         value(&info)
     }
@@ -155,12 +195,7 @@ impl Control for Host {
             handle.rollback().map_err(|error| error.to_string())
         })?;
         if let Some(state) = state.as_mut() {
-            let recorded = if state.component(info.component).is_ok() {
-                state.activate_kept(info.family, info.component, &info.origin)
-            } else {
-                // An embedded component, or one given on the command line: nothing to keep.
-                state.deactivate(info.family)
-            };
+            let recorded = record(state, &info);
             recorded.map_err(|error| {
                 format!("{backend} was rolled back, but will not be after a restart: {error}")
             })?;
