@@ -1,9 +1,8 @@
 //! Devices: where KV caches live and attention runs.
 //!
-//! One trait, two implementations. A backend is a contract (its metadata record); each device says which contracts and
-//! dtypes it executes. [`cpu`] is the embedded default. `cuda/` will stand beside it: the same per-layer trait over device
-//! pointers and a stream, with the step's metadata unpacked once into persistent buffers where `cpu::StepMetadata` is
-//! prepared once.
+//! A backend is a contract (its metadata record); each device says which contracts and dtypes it executes. [`cpu`] is the
+//! embedded default. The CUDA device is a crate of its own, in `cuda/`: there the step's metadata is unpacked once into
+//! persistent buffers where `cpu::StepMetadata` is prepared once, and an impl is what launches a layer's kernels.
 //!
 //! How a backend's impl plugs in:
 //! 1. its metadata is *prepared* once per attention group and step: symbolic tensors resolved, the schedule or work list
