@@ -60,6 +60,8 @@ mischief! {
     JustUnderFuel as "just-under-fuel",
     /// Uses nearly all the memory that it may have, and behaves.
     JustUnderMemory as "just-under-memory",
+    /// Calls itself as deep as its stack nearly allows, and behaves.
+    JustUnderStack as "just-under-stack",
     /// Returns good metadata that depends on how often it was called.
     State as "state",
     /// Never gives back 64 KiB of each call.

@@ -8,6 +8,8 @@ pub(crate) const HUGE_LIST: usize = 550_000;
 pub(crate) const LONG_LIST: usize = 100_000;
 /// Bytes that `leak` keeps of each call.
 const LEAK: usize = 65_536;
+/// Calls within one another that take most of a stack of 256 KiB.
+pub(crate) const DEEP: u64 = 2_500;
 /// Bytes of a wasm page.
 const PAGE: usize = 65_536;
 
@@ -90,17 +92,17 @@ pub(crate) fn fill_memory() {
     }
 }
 
-/// Never returns.
-pub(crate) fn recurse() {
-    black_box(dive(0));
+/// So many calls within one another.
+pub(crate) fn recurse(depth: u64) {
+    black_box(dive(depth));
 }
 
 #[inline(never)]
 fn dive(depth: u64) -> u64 {
-    if black_box(depth) == u64::MAX {
+    if black_box(depth) == 0 {
         return depth;
     }
-    dive(depth + 1).wrapping_add(black_box(depth))
+    dive(depth - 1).wrapping_add(black_box(depth))
 }
 
 /// What one call keeps.

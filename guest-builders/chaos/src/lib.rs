@@ -102,7 +102,7 @@ where
             Mischief::SpinDivisions => deeds::spin_divisions(u64::MAX),
             Mischief::SpinPages => deeds::spin_pages(),
             Mischief::Grow => deeds::grow(),
-            Mischief::Recurse => deeds::recurse(),
+            Mischief::Recurse => deeds::recurse(u64::MAX),
             Mischief::HugeList => metadata.alias_lists(deeds::HUGE_LIST),
             Mischief::LongList => metadata.put_long_list(deeds::LONG_LIST),
             Mischief::OffByOne | Mischief::Wild | Mischief::Drop | Mischief::Duplicate => {
@@ -115,6 +115,7 @@ where
                 ));
             }
             Mischief::JustUnderMemory => deeds::fill_memory(),
+            Mischief::JustUnderStack => deeds::recurse(deeds::DEEP),
             Mischief::State => metadata.vary(self.calls),
             Mischief::Leak => self.leaked.push(deeds::leak()),
             Mischief::Decline => {

@@ -104,7 +104,11 @@ fn just_under_its_limits_it_serves() {
     let step = mixed();
     for family in FAMILIES {
         let host = Host::new(family, true);
-        for mischief in [Mischief::JustUnderFuel, Mischief::JustUnderMemory] {
+        for mischief in [
+            Mischief::JustUnderFuel,
+            Mischief::JustUnderMemory,
+            Mischief::JustUnderStack,
+        ] {
             let mut group = host.group(&step, &options(mischief)).unwrap();
             for _ in 0..3 {
                 let built = build(&mut group, &step);
@@ -114,25 +118,49 @@ fn just_under_its_limits_it_serves() {
     }
 }
 
-/// It does use what it claims to: with four fifths of the fuel the same call runs out of it.
+/// It does use what it claims to: with four fifths of the fuel, half of the stack or half of the memory the same call faults.
 #[test]
-fn just_under_its_fuel_is_most_of_it() {
+fn just_under_its_limits_is_most_of_them() {
     let step = mixed();
+    let defaults = Limits::default();
+    let cases = [
+        (
+            Mischief::JustUnderFuel,
+            FaultKind::Fuel,
+            Limits {
+                fuel_per_call: defaults.fuel_per_call * 4 / 5,
+                fuel_per_row: defaults.fuel_per_row * 4 / 5,
+                fuel_per_token: defaults.fuel_per_token * 4 / 5,
+                ..defaults.clone()
+            },
+        ),
+        (
+            Mischief::JustUnderStack,
+            FaultKind::StackDepth,
+            Limits {
+                max_wasm_stack_bytes: defaults.max_wasm_stack_bytes / 2,
+                ..defaults.clone()
+            },
+        ),
+        (
+            Mischief::JustUnderMemory,
+            FaultKind::Memory,
+            Limits {
+                max_memory_bytes: defaults.max_memory_bytes / 2,
+                ..defaults.clone()
+            },
+        ),
+    ];
     for family in FAMILIES {
-        let defaults = Limits::default();
-        let limits = Limits {
-            fuel_per_call: defaults.fuel_per_call * 4 / 5,
-            fuel_per_row: defaults.fuel_per_row * 4 / 5,
-            fuel_per_token: defaults.fuel_per_token * 4 / 5,
-            ..defaults
-        };
-        let sandbox = Sandbox::new(limits).unwrap();
-        let bytes = timetable_reference::chaos(family).unwrap();
-        let component = sandbox.load(bytes).unwrap();
-        let config = config(&step, &options(Mischief::JustUnderFuel));
-        let mut builder = WasmBuilder::new(&component, &config).unwrap();
-        let fault = builder.build(&step.step.cam, false).unwrap_err();
-        assert_eq!(kind(Some(&fault)), FaultKind::Fuel, "{fault}");
+        for (mischief, expected, limits) in &cases {
+            let sandbox = Sandbox::new(limits.clone()).unwrap();
+            let bytes = timetable_reference::chaos(family).unwrap();
+            let component = sandbox.load(bytes).unwrap();
+            let config = config(&step, &options(*mischief));
+            let mut builder = WasmBuilder::new(&component, &config).unwrap();
+            let fault = builder.build(&step.step.cam, false).unwrap_err();
+            assert_eq!(kind(Some(&fault)), *expected, "{fault}");
+        }
     }
 }
 
