@@ -444,6 +444,12 @@ fn a_captured_graph_bounds_splits_and_queries() {
         with(&fewer, &record),
         Err("schedule.max_num_splits is 3, must be at most 2".to_owned())
     );
+    // The field's own maximum, which a full graph's step shows as configured, is not what the graph executes.
+    let mut shown = record.clone();
+    shown.max_num_splits = batch.config.max_num_splits;
+    shown.scheduler_metadata = None;
+    assert!(shown.max_num_splits > promise.max_num_splits);
+    assert_eq!(with(&promise, &shown), Ok(()));
     let mut longer = record;
     longer.max_query_len = 21;
     longer.scheduler_metadata = None;
