@@ -37,7 +37,7 @@ fn an_ordinal_that_no_machine_has_is_refused() {
 
 #[test]
 fn what_a_device_does_not_run_is_refused_with_the_remedy() {
-    generate(&["--kv-cache-dtype", "fp8"]).fails(4, &["fp8"]);
+    generate(&["--kv-cache-dtype", "fp8"]).fails(4, &["kv_cache_dtype"]);
     generate(&["--async-scheduling"]).fails(4, &["async_scheduling"]);
     generate(&["--no-async-scheduling"]).succeeds();
     generate(&["--dtype", "float32"]).succeeds();

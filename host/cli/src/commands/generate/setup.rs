@@ -82,8 +82,8 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
     if arguments.host.nvtx && !timetable_device_cuda::nvtx::enable() {
         eprintln!("timetable: NVIDIA's NVTX library was not found: steps run without ranges");
     }
-    let tokenizer = Arc::new(Tokenizer::load(&arguments.model).map_err(|error| bad(&error))?);
     let (executor, memory) = executor(arguments, &config)?;
+    let tokenizer = Arc::new(Tokenizer::load(&arguments.model).map_err(|error| bad(&error))?);
     let facts = executor.facts(&config).map_err(|error| refused(&error))?;
     let plan = AttentionPlan::for_device(&config, executor.model_config(), facts)
         .map_err(|error| refused(&error))?;
