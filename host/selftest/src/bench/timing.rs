@@ -48,13 +48,26 @@ pub fn replay_us(
     graphs: &[GraphExec],
     iterations: usize,
 ) -> Result<f64, CudaError> {
-    let launch = |index: usize| {
+    stream_us(stream, graphs.len().max(4), iterations, |index| {
         // SAFETY: the caller of `graph_us` keeps alive what its closure launched, until this has synchronised.
         unsafe { stream.launch_graph(&graphs[index % graphs.len()]) }
-    };
+    })
+}
+
+/// Median microseconds on `stream` of what one call of `launch` puts on it, after `warm_up` calls at a time have warmed the clock
+/// up. The stream is idle afterwards.
+///
+/// # Errors
+/// What the driver says.
+pub fn stream_us(
+    stream: &Stream,
+    warm_up: usize,
+    iterations: usize,
+    mut launch: impl FnMut(usize) -> Result<(), CudaError>,
+) -> Result<f64, CudaError> {
     let start = Instant::now();
     loop {
-        for index in 0..graphs.len().max(4) {
+        for index in 0..warm_up {
             launch(index)?;
         }
         stream.synchronize()?;
