@@ -171,7 +171,9 @@ impl Sampler {
 
 impl Chooser {
     /// The token for a row of `vocab_size` logits. Greedy takes the largest, the lowest id on ties. Otherwise top-k,
-    /// temperature and top-p in this order, then `uniform`, within [0, 1), picks among what is left by its running sum in the order of the ids.
+    /// temperature and top-p in this order, then `uniform`, within [0, 1), picks among what is left by its running sum: in the order
+    /// of the ids or, below a top-p of 1, likeliest first, as the nucleus was taken. `kernels/src/sampling.cu` runs in the same
+    /// order, so that one seed gives the same tokens on every device.
     ///
     /// # Errors
     /// `Logits` if no entry is a number.
@@ -241,7 +243,7 @@ fn greedy(logits: &[f32]) -> Option<u32> {
     best.map(|(token, _)| token)
 }
 
-/// Keeps the likeliest candidates that together reach `p` of `total`, in the order of their ids; returns their weight.
+/// Keeps the likeliest candidates that together reach `p` of `total`, likeliest first; returns their weight.
 fn nucleus(candidates: &mut Vec<(u32, f32)>, total: f64, p: f64) -> f64 {
     // Tokens below this weight together cannot reach 1 − p, so the nucleus has none of them: sorting stays short.
     let negligible = (1.0 - p) * total / candidates.len() as f64;
@@ -257,7 +259,6 @@ fn nucleus(candidates: &mut Vec<(u32, f32)>, total: f64, p: f64) -> f64 {
         }
     }
     candidates.truncate(count);
-    candidates.sort_unstable_by_key(|c| c.0);
     reached
 }
 

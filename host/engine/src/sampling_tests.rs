@@ -114,17 +114,36 @@ fn a_token_is_a_function_of_its_logits_and_one_number() {
             assert_eq!(token, split.sample_with(&logits, uniform));
             assert_eq!(token, whole.sample(&logits));
         }
-        // Tokens stand in the order of their ids: a larger number never picks a smaller id.
+    }
+    assert_eq!(sampler(0.0, 0, 1.0, 3).draw(), 0.0, "greedy draws nothing");
+}
+
+/// The kernel's order (`kernels/src/sampling.cu`): one number must pick the same token on every device.
+#[test]
+fn the_running_sum_has_the_order_that_the_kernel_has() {
+    let logits: Vec<f32> = (0..50).map(|i| (i as f32 * 1.3).cos() * 3.0).collect();
+    for (top_k, top_p) in [(0, 1.0), (7, 1.0), (0, 0.8), (20, 0.6)] {
+        let mut sampler = sampler(0.9, top_k, top_p, 3);
         let picks: Vec<u32> = (0..1000)
             .map(|i| {
-                split
+                sampler
                     .sample_with(&logits, f64::from(i) / 1000.0)
                     .expect("numbers")
             })
             .collect();
-        assert!(picks.is_sorted());
+        if top_p == 1.0 {
+            assert!(picks.is_sorted(), "in the order of the ids");
+        } else {
+            let logit = |token: &u32| logits[*token as usize];
+            assert!(
+                picks
+                    .windows(2)
+                    .all(|pair| logit(&pair[0]) >= logit(&pair[1])),
+                "likeliest first"
+            );
+            assert!(!picks.is_sorted(), "which is not the order of the ids here");
+        }
     }
-    assert_eq!(sampler(0.0, 0, 1.0, 3).draw(), 0.0, "greedy draws nothing");
 }
 
 #[test]
