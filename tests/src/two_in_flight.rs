@@ -42,6 +42,11 @@ pub enum Fault {
         /// Is the device gone?
         fatal: bool,
     },
+    /// The device is found gone before the step is dispatched.
+    Boundary {
+        /// Which step.
+        step: usize,
+    },
 }
 
 /// How the executor behaves.
@@ -168,6 +173,13 @@ impl Executor for TwoInFlight {
     fn start(&mut self, graphs: GraphPlan) -> Result<usize, EngineError> {
         self.graphs = self.behaviour.graphs.then(|| graphs.clone());
         self.inner.start(graphs)
+    }
+
+    fn step_boundary(&mut self) -> Result<(), StepFailure> {
+        match self.behaviour.fault {
+            Some(Fault::Boundary { step }) if step <= self.submitted => Err(failure(true)),
+            _ => Ok(()),
+        }
     }
 
     fn dispatch(&mut self, query: &BatchQuery) -> BatchExecutionDescriptor {

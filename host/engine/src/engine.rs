@@ -461,7 +461,7 @@ impl Engine {
         let mut lap = Lap::start();
         // The builders first: graphs that a new version needs are there before the version is.
         self.attention.step_boundary();
-        self.executor.step_boundary();
+        self.executor.step_boundary()?;
         let graph = self.executor.dispatch(&self.batch.query());
         if graph.cg_mode != RuntimeMode::None {
             let rows = graph

@@ -267,7 +267,12 @@ pub trait Executor: Send {
     fn start(&mut self, graphs: GraphPlan) -> Result<usize, EngineError>;
 
     /// Between two steps, after the groups' builders took their new versions: what their acceptance prepared is taken now.
-    fn step_boundary(&mut self) {}
+    ///
+    /// # Errors
+    /// The device is gone: the step that was to follow fails with this, since nothing else would say so.
+    fn step_boundary(&mut self) -> Result<(), StepFailure> {
+        Ok(())
+    }
 
     /// How a batch runs, and padded to what.
     fn dispatch(&mut self, query: &BatchQuery) -> BatchExecutionDescriptor {

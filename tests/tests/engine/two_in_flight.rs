@@ -642,6 +642,7 @@ fn a_device_that_is_gone_ends_every_request() {
         for fault in [
             Fault::Submit { step, fatal: true },
             Fault::Collect { step, fatal: true },
+            Fault::Boundary { step },
         ] {
             let behaviour = Behaviour {
                 fault: Some(fault),

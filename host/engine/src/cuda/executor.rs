@@ -273,12 +273,12 @@ impl Executor for CudaExecutor {
         Ok(memory.num_blocks as usize)
     }
 
-    fn step_boundary(&mut self) {
+    fn step_boundary(&mut self) -> Result<(), StepFailure> {
         let Some(next) = self.exchange.take() else {
-            return;
+            return Ok(());
         };
         let Some(running) = &mut self.running else {
-            return;
+            return Ok(());
         };
         match running.replace(&self.device, next) {
             Ok(retired) => self.exchange.retire(retired),
@@ -286,8 +286,13 @@ impl Executor for CudaExecutor {
                 tracing::error!(%error, "the graphs of a new version could not be taken");
                 let failure = failed(&error);
                 self.note(&failure);
+                // What served before still does, unless the device is gone.
+                if error.is_fatal() {
+                    return Err(failure);
+                }
             }
         }
+        Ok(())
     }
 
     fn dispatch(&mut self, query: &BatchQuery) -> BatchExecutionDescriptor {
