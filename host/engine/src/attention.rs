@@ -25,7 +25,7 @@ use timetable_types::{
 use crate::{
     batch::NoSlot,
     config::{BuilderSource, EngineError},
-    executor::{Executor, Unprepared, eager_shape},
+    executor::{Executor, Unprepared, covering, eager_shape},
     timings::{Lap, StepTimings},
 };
 
@@ -129,7 +129,7 @@ impl Attention {
             StepBuilder::Sandboxed(builder) => builder.launch_promise(shape),
             StepBuilder::Native { builder, plain } => {
                 let plain = plain.launch_promise(shape)?;
-                Ok(larger(builder.launch_promise(shape)?, &plain))
+                Ok(covering(&builder.launch_promise(shape)?, &plain))
             }
         };
         self.groups.iter_mut().map(promise).collect()
@@ -243,19 +243,6 @@ impl Attention {
                     })?;
         }
         Ok(outcome)
-    }
-}
-
-/// What both keep to.
-fn larger(a: LaunchPromise, b: &LaunchPromise) -> LaunchPromise {
-    LaunchPromise {
-        max_num_splits: a.max_num_splits.max(b.max_num_splits),
-        max_work_items: a.max_work_items.max(b.max_work_items),
-        scratch_bytes: a.scratch_bytes.max(b.scratch_bytes),
-        max_query_len: a.max_query_len.max(b.max_query_len),
-        uniform_query_len: a
-            .uniform_query_len
-            .filter(|_| a.uniform_query_len == b.uniform_query_len),
     }
 }
 

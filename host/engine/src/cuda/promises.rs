@@ -9,7 +9,7 @@ use timetable_attention::{
 };
 use timetable_types::{CaptureShape, LaunchPromise};
 
-use crate::executor::{FullGraph, GraphPlan, capture_shape};
+use crate::executor::{FullGraph, GraphPlan, capture_shape, covering};
 
 /// Promises of every full graph and of the largest step outside graphs, for each attention group.
 #[derive(Clone, Debug, PartialEq)]
@@ -18,19 +18,6 @@ pub(super) struct Promises {
     pub(super) full: Vec<FullGraph>,
     /// For each attention group.
     pub(super) eager: Vec<LaunchPromise>,
-}
-
-/// The smallest promise that covers both.
-fn cover(a: &LaunchPromise, b: &LaunchPromise) -> LaunchPromise {
-    LaunchPromise {
-        max_num_splits: a.max_num_splits.max(b.max_num_splits),
-        max_work_items: a.max_work_items.max(b.max_work_items),
-        scratch_bytes: a.scratch_bytes.max(b.scratch_bytes),
-        max_query_len: a.max_query_len.max(b.max_query_len),
-        uniform_query_len: a
-            .uniform_query_len
-            .filter(|_| a.uniform_query_len == b.uniform_query_len),
-    }
 }
 
 impl Promises {
@@ -74,7 +61,7 @@ impl Promises {
             };
             if let Err(error) = promise_fits(captured, &offered) {
                 reason.get_or_insert_with(|| format!("{} tokens: {error}", shape.num_tokens));
-                *captured = cover(captured, &offered);
+                *captured = covering(captured, &offered);
             }
             Ok(())
         };
