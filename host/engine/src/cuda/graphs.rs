@@ -236,7 +236,11 @@ impl PiecewiseGraphs {
 
 fn runnable(graph: &Graph, stream: &Stream, nodes: &mut usize) -> Result<GraphExec, CudaError> {
     *nodes += graph.num_nodes()?;
-    let exec = graph.instantiate()?;
+    let exec = graph.instantiate().map_err(|error| {
+        error.with_remedy(
+            "lower --gpu-memory-utilization, or capture fewer sizes (--cudagraph-capture-sizes)",
+        )
+    })?;
     stream.upload_graph(&exec)?;
     Ok(exec)
 }

@@ -5,9 +5,11 @@
 use std::sync::Arc;
 
 use timetable_device_cuda::{
+    CudaError,
     attention::{GroupConfig, GroupState, Workspace},
+    driver::Device,
     params::SampleRow,
-    upload::{PackError, Packer, StepPtrs, UploadSize},
+    upload::{PackError, Packer, StepPtrs, UploadRing, UploadSize},
 };
 
 use crate::{
@@ -154,6 +156,16 @@ pub(super) fn upload_size(
         size.max_ops += ops;
     }
     size
+}
+
+/// A ring for such uploads.
+///
+/// # Errors
+/// No room on the device, or no lockable memory on the host.
+pub(super) fn upload_ring(device: &Device, size: UploadSize) -> Result<UploadRing, CudaError> {
+    UploadRing::new(device, size).map_err(|error| {
+        error.with_remedy("lower --max-num-seqs, --max-num-batched-tokens or --max-model-len")
+    })
 }
 
 /// Does an upload of `size` take what `needed` takes?

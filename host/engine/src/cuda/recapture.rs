@@ -24,7 +24,7 @@ use timetable_types::CaptureShape;
 use super::{
     core::Core,
     graphs::{GraphSet, SetPlan},
-    pack::{holds, upload_size},
+    pack::{holds, upload_ring, upload_size},
     promises::Promises,
 };
 
@@ -165,7 +165,7 @@ impl Exchange {
         let (ring, upload) = if holds(&recapture.upload, &needed) {
             (None, recapture.upload)
         } else {
-            (Some(UploadRing::new(&recapture.device, needed)?), needed)
+            (Some(upload_ring(&recapture.device, needed)?), needed)
         };
         let set = plan.capture(core, workspaces, &recapture.stream)?;
         Ok((GraphSet { ring, ..set }, upload))

@@ -11,7 +11,7 @@ use timetable_device_cuda::{
     blas::{Gemm, USUAL_WORKSPACE},
     cache::{CacheDtype, CacheShape, KvCaches},
     driver::{Device, Stream},
-    upload::{StepBuffers, StepLimits, StepPtrs, UploadRing},
+    upload::{StepBuffers, StepLimits, StepPtrs},
 };
 use timetable_types::{CaptureShape, Dtype, KvCacheLayout};
 
@@ -24,7 +24,7 @@ use super::{
     forward::Forward,
     graphs::{PiecewiseGraphs, SetPlan, attention_nodes},
     memory::{MemoryReport, Sizing, graph_estimate},
-    pack::{PackScratch, upload_size},
+    pack::{PackScratch, upload_ring, upload_size},
     promises::Promises,
     recapture::Recapture,
 };
@@ -127,7 +127,9 @@ impl Parts {
             rows: limits.max_num_reqs,
         };
         let activations = Activations::new(device, model, element, largest)?;
-        let gemm = Gemm::new(device, USUAL_WORKSPACE)?;
+        let gemm = Gemm::new(device, USUAL_WORKSPACE).map_err(|error| {
+            error.with_remedy("lower --max-num-batched-tokens or --max-num-seqs")
+        })?;
         let forward = Forward::new(
             device,
             kernels,
@@ -192,7 +194,7 @@ pub(super) fn start(
     let set_plan = SetPlan::new(&parts.groups, promises.clone(), &parts.eager);
     let workspaces = set_plan.workspaces(device, &parts.groups, &[])?;
     let upload = upload_size(&ptrs, &parts.groups, &workspaces);
-    let ring = UploadRing::new(device, upload)?;
+    let ring = upload_ring(device, upload)?;
     let flights = Flights::new(device, DEPTH, limits.max_num_reqs, parts.vocab_size)?;
     let stream = Stream::high_priority(device)?;
 
