@@ -119,6 +119,12 @@ pub(crate) fn items(count: u64) -> u32 {
     count.clamp(1, MAX_ITEMS) as u32
 }
 
+/// Query tiles of one FLASHINFER part of so many requests at most: the plan kernel keeps 4 bytes for each tile and request in
+/// shared memory, of which every device that this runs on has 96 KiB. A part with more is refused when it is prepared.
+pub(crate) fn max_plan_tiles(reqs: u64) -> u64 {
+    24_000_u64.saturating_sub(reqs + 1)
+}
+
 /// Items of one list: 48 bytes each, and a grid of fewer than 2³¹ blocks with up to 2,048 KV heads.
 const MAX_ITEMS: u64 = 1 << 20;
 
@@ -190,7 +196,7 @@ fn flashinfer(
             max_packed_rows: i32::MAX as u32,
             partial_rows: rows.min(u64::from(tile)) as u32,
             max_reqs: shape.reqs as u32,
-            max_tiles: tiles as u32,
+            max_tiles: tiles.min(max_plan_tiles(shape.reqs)) as u32,
             max_blocks: Some(captured_blocks(config)),
         }
     };
@@ -290,6 +296,19 @@ mod tests {
             short.lists[1].map(|list| list.kind),
             Some(AttentionKind::Prefill)
         );
+    }
+
+    /// The launches of the largest step outside graphs run at every start, so they must fit every device.
+    #[test]
+    fn a_list_of_more_tiles_than_a_plan_holds_is_still_launched_for_those_that_it_holds() {
+        let config = testing::group(Family::Flashinfer);
+        let largest = shape(256, 1 << 17, 1 << 17, None);
+        let launch = Launch::captured(&config, &largest, &promise(8, 0, 1 << 17));
+        for list in launch.lists.iter().flatten() {
+            assert_eq!(list.max_reqs, 256);
+            assert!(4 * (list.max_reqs + 1 + list.max_tiles) <= 96 << 10);
+            assert!(list.max_tiles > 20_000);
+        }
     }
 
     #[test]

@@ -14,17 +14,13 @@ use timetable_types::{
     flashinfer::{Decode, Metadata, Prefill, WorkList},
 };
 
-use super::launch::{Launch, ListLaunch, items};
+use super::launch::{Launch, ListLaunch, items, max_plan_tiles};
 use super::state::{ListNeed, PrepareError, Prepared, Replay, Step, WorkCounts, of_field};
 use crate::kernels::AttentionKind;
 use crate::params::WorkListSizes;
 use crate::upload::{Destination, LowerContext, Sink, lower_tensor};
 use part::{Part, PartNeed};
 use plain::stage_query_starts;
-
-/// Requests and query tiles of one part: the plan kernel keeps 4 bytes for each in shared memory, of which every device that
-/// this runs on has 96 KiB.
-const MAX_PLAN_ENTRIES: usize = 24_000;
 
 const TRTLLM: PrepareError = PrepareError::Unsupported {
     what: "a TensorRT-LLM kernel",
@@ -135,7 +131,7 @@ impl Part<'_> {
             (
                 "query tiles",
                 need.num_tiles,
-                size.max_tiles.min(MAX_PLAN_ENTRIES.saturating_sub(n + 1)),
+                size.max_tiles.min(max_plan_tiles(n as u64) as usize),
             ),
             ("pages", self.first_page + self.num_pages(), size.max_pages),
         ];
