@@ -161,13 +161,13 @@ fn a_row_goes_from_its_token_to_the_next() {
         };
         let squares: f64 = (0..HIDDEN).map(|i| of(&sums, i).powi(2)).sum();
         let factor = 1.0 / (squares / HIDDEN as f64 + 1e-5).sqrt();
-        for i in 0..HIDDEN {
+        for (i, weight) in weight.iter().enumerate() {
             let sum = embedding(i) + of(&rest, i);
             assert!(
                 (of(&sums, i) - sum).abs() <= 0.01 * sum.abs() + 1e-6,
                 "sum {token} {i}"
             );
-            let want = of(&sums, i) * factor * weight[i].to_f64();
+            let want = of(&sums, i) * factor * weight.to_f64();
             assert!(
                 (of(&got, i) - want).abs() <= 0.01 * want.abs() + 1e-6,
                 "norm {token} {i}"

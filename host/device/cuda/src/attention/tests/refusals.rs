@@ -15,6 +15,9 @@ use crate::upload::testing as batches;
 
 use super::support::*;
 
+/// What makes metadata wrong, and what the error then says.
+type Edit<'e, M> = (&'e str, &'e dyn Fn(&mut M));
+
 #[test]
 fn what_this_device_does_not_run_is_refused_by_name() {
     let mut rng = Pcg64::seed_from_u64(8);
@@ -36,20 +39,20 @@ fn what_this_device_does_not_run_is_refused_by_name() {
         panic!("not FLASH_ATTN's");
     };
     let rows = step.tensors.seq_lens.len();
-    let edits: [(&str, &dyn Fn(&mut FlashAttn)); 7] = [
+    let edits: [Edit<'_, FlashAttn>; 7] = [
         ("mm_prefix_query_range", &|m| {
-            m.mm_prefix_query_range = Some(Tensor::Values(Vec::new()))
+            m.mm_prefix_query_range = Some(Tensor::Values(Vec::new()));
         }),
         ("rswa_prefix_lens", &|m| {
-            m.rswa_prefix_lens = Some(Tensor::Values(Vec::new()))
+            m.rswa_prefix_lens = Some(Tensor::Values(Vec::new()));
         }),
         ("dcp_context_kv_lens", &|m| m.max_dcp_context_kv_len = 3),
         ("block_table", &|m| {
-            m.block_table = Tensor::Values(Vec::new())
+            m.block_table = Tensor::Values(Vec::new());
         }),
         ("max_query_len", &|m| m.max_query_len = 1),
         ("tile_order: row 0", &|m| {
-            m.schedule.tile_order = TileOrder::Rows(vec![0; rows])
+            m.schedule.tile_order = TileOrder::Rows(vec![0; rows]);
         }),
         ("num_splits: 0", &|m| m.schedule.num_splits = vec![0; rows]),
     ];
@@ -73,7 +76,7 @@ fn what_this_device_does_not_run_is_refused_by_name() {
     let Metadata::Flashinfer(good) = plain(Family::Flashinfer) else {
         panic!("not FLASHINFER's");
     };
-    let edits: [(&str, &dyn Fn(&mut Plan)); 12] = [
+    let edits: [Edit<'_, Plan>; 12] = [
         ("dcp_world_size", &|p| p.dcp_world_size = 2),
         ("page_size: 32", &|p| p.page_size = 32),
         ("num_qo_heads is 16", &|p| p.num_qo_heads = 16),
