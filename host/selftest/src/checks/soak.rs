@@ -84,7 +84,10 @@ pub(super) fn run(context: &mut Context<'_>) -> Result<Vec<Group>, CheckError> {
     let mut groups = Vec::new();
     for (index, case) in cases.iter().enumerate() {
         let mut group = Group::with_bar(
-            format!("soak {} D={}", case.builder, case.shape.head_size),
+            format!(
+                "soak {} D={} page {}",
+                case.builder, case.shape.head_size, case.shape.page
+            ),
             element::bar(case.shape.dtype),
         );
         let (count, rest) = (

@@ -153,10 +153,15 @@ fn tensors(random: &mut Random, case: &Case) -> Vec<Wanted> {
     let values: Vec<i32> = (0..lists)
         .map(|_| random.int(-1 << 30, 1 << 30) as i32)
         .collect();
+    let starts = &tensors.query_start_loc[start..=end];
+    let own: u32 = starts
+        .windows(2)
+        .map(|pair| ((pair[1] - pair[0]) as u32).div_ceil(8))
+        .sum();
     let chunks = ConvChunks {
         rows: range.clone(),
         block_m: 8,
-        length: (end - start) as u32 * (tensors.positions.len() as u32 / 8 + 1),
+        length: own + random.count(0, 9) as u32,
     };
     let states = |column, width| {
         Tensor::StateIndices(StateGather {
