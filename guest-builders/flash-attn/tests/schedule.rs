@@ -5,9 +5,9 @@ use proptest::prelude::*;
 use timetable_guest::{
     Builder,
     types::{
-        AttentionConfig, BuilderConfig, Causal, CommonAttentionMetadata, CudagraphConfig,
-        CudagraphMode, DeviceConfig, Dtype, KvCacheLayout, KvCacheSpec, KvCacheSpecKind,
-        ParallelConfig, SchedulerConfig, flash_attn::TileOrder,
+        AttentionConfig, BuilderConfig, CaptureShape, Causal, CommonAttentionMetadata,
+        CudagraphConfig, CudagraphMode, DeviceConfig, Dtype, KvCacheLayout, KvCacheSpec,
+        KvCacheSpecKind, ParallelConfig, SchedulerConfig, flash_attn::TileOrder,
     },
 };
 
@@ -114,11 +114,33 @@ proptest! {
         block_size in prop_oneof![Just(16_u32), Just(48), Just(128)],
         batch_invariant in any::<bool>(),
         fast_build in any::<bool>(),
+        is_gpu in any::<bool>(),
+        more_reqs in 0_u32..8,
     ) {
         let mut config = config(workers, max_num_splits, block_size);
         config.batch_invariant = batch_invariant;
+        config.device.compute_capability.0 = if is_gpu { 9 } else { 0 };
         let mut builder = BalancedSplits::create(config).unwrap();
         let schedule = builder.build(&batch(&rows), fast_build).unwrap().schedule;
+        let shape = CaptureShape {
+            num_tokens: 8192,
+            num_reqs: rows.len() as u32 + more_reqs,
+            max_query_len: 8192,
+            uniform_query_len: None,
+        };
+        let promise = builder.launch_promise(&shape);
+        prop_assert!(schedule.max_num_splits <= promise.max_num_splits);
+        // Rows that are not there count one.
+        let splits = if schedule.num_splits.is_empty() {
+            rows.len() as i32
+        } else {
+            schedule.num_splits.iter().sum()
+        };
+        prop_assert!(splits as u32 + more_reqs <= promise.max_work_items, "{} promised", promise.max_work_items);
+        if is_gpu {
+            // Two KV heads share the workers.
+            prop_assert!(promise.max_work_items <= shape.num_reqs + workers.div_ceil(2));
+        }
         let most = if batch_invariant { 1 } else { max_num_splits };
         prop_assert!((1..=most).contains(&schedule.max_num_splits));
         prop_assert!(schedule.num_splits.is_empty() || schedule.num_splits.len() == rows.len());
@@ -151,5 +173,59 @@ proptest! {
             let keys = f64::from(context + 1) / f64::from(splits);
             prop_assert!(keys <= (share / 2.0).max(80.0), "{} keys in a split, a share is {}", keys, share);
         }
+    }
+}
+
+/// Splits on a GPU of 132 multiprocessors that each run two blocks, of 8 KV heads.
+fn on_a_gpu(rows: &[(i32, i32)], max_num_splits: u32) -> Vec<i32> {
+    let mut config = config(132, max_num_splits, 16);
+    config.device.compute_capability = (9, 0);
+    config.device.ctas_per_worker = 2;
+    config.kv_cache_spec.num_kv_heads = 8;
+    config.attention.num_heads = 32;
+    let mut builder = BalancedSplits::create(config).unwrap();
+    let schedule = builder.build(&batch(rows), false).unwrap().schedule;
+    if schedule.num_splits.is_empty() {
+        vec![1; rows.len()]
+    } else {
+        schedule.num_splits
+    }
+}
+
+#[test]
+fn a_gpu_gets_as_many_splits_as_it_runs_at_once() {
+    let one = on_a_gpu(&[(1, 8191)], 64)[0];
+    assert!((16..=33).contains(&one), "{one}");
+    assert_eq!(on_a_gpu(&[(1, 131_071)], 64), [33]);
+    assert_eq!(on_a_gpu(&[(1, 131_071)], 32), [32]);
+    assert_eq!(on_a_gpu(&[(1, 8191); 8], 32), [4; 8]);
+    assert_eq!(on_a_gpu(&[(1, 8191); 16], 32), [2; 16]);
+    for rows in [17, 33, 64, 256] {
+        assert_eq!(on_a_gpu(&vec![(1, 8191); rows], 32), vec![1; rows]);
+    }
+    // Nothing to gain from splits of a few keys.
+    assert_eq!(on_a_gpu(&[(1, 100)], 32), [1]);
+}
+
+#[test]
+fn a_long_row_among_short_ones_is_split_by_itself() {
+    let mut rows = vec![(1, 99); 256];
+    rows[7] = (1, 99_999);
+    let mut splits = on_a_gpu(&rows, 32);
+    assert!((20..=32).contains(&splits[7]), "{}", splits[7]);
+    splits[7] = 1;
+    assert_eq!(splits, [1; 256]);
+    // A prefill is another launch: the decodes beside it are split as if they were alone.
+    rows = vec![(1, 8191), (2048, 50_000)];
+    assert_eq!(on_a_gpu(&rows, 64), [on_a_gpu(&rows[..1], 64)[0], 1]);
+}
+
+/// Places without work cost: of the rows that are split, few are left.
+#[test]
+fn lengths_of_all_sorts_fill_a_gpu() {
+    for rows in [2, 3, 5, 11, 16] {
+        let lens: Vec<(i32, i32)> = (0..rows).map(|row| (1, 3000 + 997 * row)).collect();
+        let sum: i32 = on_a_gpu(&lens, 64).iter().sum();
+        assert!((33 - rows..=33).contains(&sum), "{rows} rows: {sum}");
     }
 }

@@ -8,7 +8,7 @@ mod part;
 mod plan;
 mod trtllm;
 
-pub use plan::{Batch, Grid, work_list};
+pub use plan::{Batch, Grid, most_items, most_tiles, work_list};
 
 use part::Side;
 use timetable_guest::{
@@ -107,12 +107,16 @@ impl Builder for PlannedWork {
         } else {
             0
         };
+        let is_gpu = device.compute_capability.0 > 0;
+        let workers = (device.num_workers.max(1)).saturating_mul(device.ctas_per_worker.max(1));
         Ok(Self {
             grid: Grid {
-                workers: device
-                    .num_workers
-                    .max(1)
-                    .saturating_mul(device.ctas_per_worker.max(1)),
+                workers: if is_gpu {
+                    workers.div_ceil(spec.num_kv_heads)
+                } else {
+                    workers
+                },
+                is_gpu,
                 page_size: spec.block_size,
                 max_splits: if config.batch_invariant {
                     1
@@ -155,8 +159,8 @@ impl Builder for PlannedWork {
     }
 
     fn launch_promise(&self, shape: &CaptureShape) -> LaunchPromise {
-        let tiles = plan::most_tiles(shape.num_reqs, shape.num_tokens, self.group_size);
-        let items = plan::most_items(tiles, self.grid);
+        let tiles = most_tiles(shape, self.group_size);
+        let items = most_items(tiles, self.grid);
         let spec = &self.config.kv_cache_spec;
         // A partial result is an f32 output row and a log-sum-exp for each packed query row and KV head. A tile of many rows
         // is made of tokens, so the rows of all items are at most the tokens' times the chunks that a tile can have.

@@ -11,13 +11,16 @@ mod loads;
 mod search;
 mod uniform;
 
-use timetable_guest::types::flashinfer::WorkList;
+use timetable_guest::types::{CaptureShape, flashinfer::WorkList};
 
 /// The workers and what a chunk may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
-    /// Units that take items: multiprocessors × resident blocks, or threads. At least 1.
+    /// Units that take items: threads, or the share of one KV head in multiprocessors × resident blocks. At least 1.
     pub workers: u32,
+    /// Is an item a block for each KV head, and are all meant to run at once? Then there are as many as workers, or as tiles
+    /// if those are more, and few beyond. Else a worker takes its items one after the other, and has several.
+    pub is_gpu: bool,
     /// Keys of a page; a chunk is a multiple. At least 1.
     pub page_size: u32,
     /// The most chunks of one tile, at least 1; 1 is no split at all.
@@ -60,18 +63,26 @@ pub fn tile_rows(packed: u64, head_size: u32) -> u32 {
     }
 }
 
-/// The most query tiles that `num_reqs` requests of `num_tokens` tokens can have.
-pub fn most_tiles(num_reqs: u32, num_tokens: u32, group_size: u32) -> u64 {
-    u64::from(num_reqs) + u64::from(num_tokens) * u64::from(group_size) / 16
+/// The most query tiles that a batch of `shape` can have: a tile has 16 rows or more, but for the last of each request.
+pub fn most_tiles(shape: &CaptureShape, group_size: u32) -> u64 {
+    let (reqs, group) = (u64::from(shape.num_reqs), u64::from(group_size));
+    let of_request = (u64::from(shape.max_query_len) * group).div_ceil(16);
+    (reqs + u64::from(shape.num_tokens) * group / 16).min(reqs * of_request.max(1))
 }
 
 /// The most work items of a list with that many tiles.
+///
+/// On a GPU `uniform` either counts no more items than workers, or takes chunks of at least a worker's share of the keys: a tile
+/// then has ceil(keys / chunk) < keys / chunk + 1 items, and the sum is less than tiles + workers. `general` grows the chunk
+/// until its count is at most that.
 pub fn most_items(tiles: u64, grid: Grid) -> u64 {
-    if grid.max_splits == 1 {
-        tiles
+    let workers = u64::from(grid.workers);
+    let most = if grid.is_gpu {
+        tiles + workers
     } else {
-        2 * tiles + 2 * FINEST * u64::from(grid.workers)
-    }
+        2 * tiles + 2 * FINEST * workers
+    };
+    most.min(tiles.saturating_mul(u64::from(grid.max_splits)))
 }
 
 /// Plans the batch.

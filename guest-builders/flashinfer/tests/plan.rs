@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use flashinfer_builder::{Batch, Grid, work_list};
+use flashinfer_builder::{Batch, Grid, most_items, most_tiles, work_list};
 use proptest::prelude::*;
-use timetable_guest::types::flashinfer::WorkList;
+use timetable_guest::types::{CaptureShape, flashinfer::WorkList};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -150,6 +150,7 @@ fn decodes() -> impl Strategy<Value = Case> {
                 causal: true,
                 grid: Grid {
                     workers,
+                    is_gpu: false,
                     page_size,
                     max_splits: u32::MAX,
                 },
@@ -177,6 +178,7 @@ fn anything() -> impl Strategy<Value = Case> {
                 causal,
                 grid: Grid {
                     workers,
+                    is_gpu: false,
                     page_size,
                     max_splits,
                 },
@@ -224,6 +226,35 @@ proptest! {
     }
 
     #[test]
+    fn no_list_has_more_items_than_are_promised(
+        case in prop_oneof![decodes(), anything()],
+        is_gpu in any::<bool>(),
+        max_splits in prop_oneof![Just(1_u32), 2..40_u32, Just(u32::MAX)],
+        (more_reqs, more_tokens) in (0_u32..8, 0_u32..40),
+        is_uniform in any::<bool>(),
+    ) {
+        let mut case = case;
+        case.grid = Grid { is_gpu, max_splits, ..case.grid };
+        let list = case.plan();
+        check(&case, &list)?;
+        let longest = case.query_lens.iter().copied().max().unwrap_or(0) as u32;
+        let uniform = is_uniform && case.query_lens.iter().all(|&q_len| q_len as u32 == longest);
+        let shape = CaptureShape {
+            num_tokens: case.query_lens.iter().sum::<i32>() as u32 + more_tokens,
+            num_reqs: case.query_lens.len() as u32 + more_reqs,
+            max_query_len: longest,
+            uniform_query_len: uniform.then_some(longest),
+        };
+        let tiles = most_tiles(&shape, case.group_size);
+        prop_assert!(list.merge_indptr.len() as u64 - 1 <= tiles);
+        prop_assert!(list.request_indices.len() as u64 <= most_items(tiles, case.grid));
+        if is_gpu && longest * case.group_size <= 16 {
+            // One tile a request: the promise is the rows and the workers.
+            prop_assert!(most_items(tiles, case.grid) <= u64::from(shape.num_reqs) + u64::from(case.grid.workers));
+        }
+    }
+
+    #[test]
     fn without_splits_a_row_does_not_depend_on_the_others(case in decodes()) {
         let mut case = case;
         case.grid.max_splits = 1;
@@ -250,6 +281,7 @@ fn a_chunked_prefill_beside_decodes_is_balanced() {
         causal: true,
         grid: Grid {
             workers: 16,
+            is_gpu: false,
             page_size: 16,
             max_splits: u32::MAX,
         },
@@ -287,6 +319,7 @@ fn typical_decode_batches_are_even() {
             causal: true,
             grid: Grid {
                 workers,
+                is_gpu: false,
                 page_size: 16,
                 max_splits: u32::MAX,
             },
@@ -298,4 +331,37 @@ fn typical_decode_batches_are_even() {
         let bound = if per_worker >= 4.0 { 1.10 } else { 1.25 };
         assert!(ratio <= bound, "busiest {ratio} × mean");
     }
+}
+
+/// On a GPU, items are as many as run at once where rows are fewer, and rows that fill it are not split.
+#[test]
+fn a_gpu_gets_as_many_items_as_it_runs_at_once() {
+    let counts = |rows: &[i32]| {
+        let case = Case {
+            query_lens: vec![1; rows.len()],
+            kv_lens: rows.to_vec(),
+            group_size: 4,
+            causal: true,
+            grid: Grid {
+                workers: 33,
+                is_gpu: true,
+                page_size: 16,
+                max_splits: 32,
+            },
+        };
+        let list = case.plan();
+        check(&case, &list).unwrap();
+        let pairs = list.merge_indptr.windows(2);
+        pairs.map(|pair| pair[1] - pair[0]).collect::<Vec<_>>()
+    };
+    assert!((16..=32).contains(&counts(&[8192])[0]));
+    assert_eq!(counts(&[8192; 16]), [2; 16]);
+    for rows in [17, 20, 33, 34, 64, 256] {
+        assert_eq!(counts(&vec![8192; rows]), vec![1; rows]);
+    }
+    let mut rows = vec![100; 256];
+    rows[7] = 100_000;
+    let counts = counts(&rows);
+    assert!((20..=32).contains(&counts[7]), "{}", counts[7]);
+    assert_eq!(counts.iter().sum::<i32>() - counts[7], 255);
 }

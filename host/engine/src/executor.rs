@@ -39,6 +39,8 @@ pub struct DeviceFacts {
     pub device: Device,
     /// Workers that a builder may plan for: multiprocessors, or threads.
     pub num_workers: u32,
+    /// What runs at a time on each of them: the attention kernels' blocks on a multiprocessor, one job on a thread.
+    pub ctas_per_worker: u32,
     /// The FlashAttention version whose rules apply; 0 where there is none.
     pub flash_attn_version: u32,
     /// In what the layers compute and what attention is handed.
@@ -51,6 +53,7 @@ impl DeviceFacts {
         Self {
             device: Device::Cpu,
             num_workers: config.num_workers,
+            ctas_per_worker: 1,
             flash_attn_version: 0,
             model_dtype: Dtype::Float32,
         }
@@ -68,6 +71,7 @@ impl DeviceFacts {
         Self {
             device: Device::Cuda { capability },
             num_workers: num_multiprocessors,
+            ctas_per_worker: 2,
             flash_attn_version: flash_attn_version(&FlashAttnQuery {
                 capability,
                 head_size,

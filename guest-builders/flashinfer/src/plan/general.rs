@@ -56,7 +56,7 @@ pub fn plan(batch: &Batch<'_>, grid: Grid) -> WorkList {
         }
         spent += items.len() as u64;
         let halved = pages.div_ceil(2).max(least);
-        if is_even || halved == pages {
+        if is_even || grid.is_gpu || halved == pages {
             break;
         }
         let next = count(&tiles, halved, grid.page_size);
@@ -107,11 +107,17 @@ fn choose_chunk(tiles: &[Tile], tile: u32, whole: u32, grid: Grid) -> u32 {
         .map(|tile| u64::from(tile.rows) * u64::from(tile.visible))
         .sum();
     let few = 2 * tiles.len() as u64 <= workers;
-    let per_worker = if few { 1 } else { FINE_ITEMS as u64 };
+    let per_worker = if few || grid.is_gpu {
+        1
+    } else {
+        FINE_ITEMS as u64
+    };
     let keys = cost / (workers * per_worker * u64::from(tile)).max(1);
     let least = u64::from(MIN_CHUNK_KEYS.div_ceil(grid.page_size));
     let budget = if few {
         workers
+    } else if grid.is_gpu {
+        tiles.len() as u64 + workers
     } else {
         (tiles.len() as u64 + 3 * workers).min(MOST_DEALT.max(tiles.len() as u64))
     };

@@ -20,6 +20,9 @@ pub fn plan(batch: &Batch<'_>, rows: usize, tile: u32, grid: Grid) -> WorkList {
     let total = indptr[rows] as u64;
     let chunk = choose_chunk(indptr, total, largest, grid);
     let (list, busiest) = deal(indptr, lens, Chunk::new(chunk, largest), tile, grid);
+    if grid.is_gpu {
+        return list;
+    }
     let items = list.request_indices.len();
     let keys: u64 = lens.iter().map(|&len| len as u64).sum();
     let is_even =
@@ -40,8 +43,20 @@ fn choose_chunk(indptr: &[i32], total: u64, largest: u32, grid: Grid) -> u32 {
     // One item a worker is even already, or items are small beside a worker's share.
     let is_even = (rows <= workers && longest * workers * 100 <= total * 115)
         || longest * workers * FINE_ITEMS as u64 <= total;
+    let least = MIN_CHUNK_KEYS
+        .div_ceil(grid.page_size)
+        .max(largest.div_ceil(grid.max_splits));
     if grid.max_splits == 1 || is_even {
         return largest;
+    }
+    if grid.is_gpu && 2 * rows > workers {
+        // Rows fill the GPU, or nearly so: only those are split that are much longer than a worker's share.
+        let is_short = longest * workers <= 2 * total;
+        return if is_short {
+            largest
+        } else {
+            (total.div_ceil(workers) as u32).max(least).min(largest)
+        };
     }
     // Few rows: one wave of items. Otherwise three more a worker than there are rows, so that remainders even out.
     let budget = if 2 * rows <= workers {
@@ -49,9 +64,6 @@ fn choose_chunk(indptr: &[i32], total: u64, largest: u32, grid: Grid) -> u32 {
     } else {
         rows + 3 * workers
     };
-    let least = MIN_CHUNK_KEYS
-        .div_ceil(grid.page_size)
-        .max(largest.div_ceil(grid.max_splits));
     smallest_chunk(indptr, largest, least.min(largest), budget)
 }
 

@@ -239,7 +239,7 @@ impl AttentionPlan {
                     .capability()
                     .map_or((0, 0), |capability| (capability.major, capability.minor)),
                 num_workers: self.facts.num_workers,
-                ctas_per_worker: 1,
+                ctas_per_worker: self.facts.ctas_per_worker,
                 flash_attn_version: self.facts.flash_attn_version,
                 trtllm_attention: false,
                 xqa: false,
