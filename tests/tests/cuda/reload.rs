@@ -38,15 +38,11 @@ fn a_hundred_reloads_under_load() {
     let Some(ordinal) = support::device() else {
         return;
     };
-    let config = EngineConfig {
-        // One split for each request, whatever the policy: equal results.
-        max_num_splits: 1,
-        ..support::config(ordinal)
-    };
+    let config = support::config(ordinal);
     let model = RandomModel::new("llama", &json!({}), 7);
     let requests = support::requests(&support::prompts(8, 512), 120);
     let mut quiet = support::engine(&config, model.path(), &component("flash-attn"));
-    // Alone, so that what a request gives depends on nothing but itself.
+    // Lengths, not tokens: in bf16 a product's rounding may depend on the rows beside it.
     let expected: Vec<usize> = support::tokens(&mut quiet, requests.clone())
         .iter()
         .map(Vec::len)
@@ -176,6 +172,7 @@ fn a_larger_promise_is_captured_beside_the_steps() {
         longest(&during),
         during.len()
     );
+    // A hiccup of the machine, which the quiet steps show too, is none of the reload's.
     assert!(
         longest(&during) <= 2.0 * median.max(longest(&quiet) / 2.0),
         "a step took {:.3} ms while graphs were captured, the median is {median:.3} ms",
