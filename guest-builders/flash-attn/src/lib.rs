@@ -196,7 +196,7 @@ impl BalancedSplits {
             return None;
         }
         // A split is shorter than a row, so it is below 2^31 keys.
-        let most = self.max_num_splits as i32;
+        let most = self.max_num_splits.min(i32::MAX as u32) as i32;
         Some(if self.block_size.is_power_of_two() {
             let shift = self.block_size.ilog2() + pages_log2;
             let round_up = (1 << shift) - 1;
