@@ -116,6 +116,8 @@ fn every_graph_mode_gives_the_same_tokens() {
     let trace = trace::load("llama_mrv2_f32_prefix");
     for (family, name) in [
         (Family::FlashAttn, "flash-attn"),
+        // Splits every request, within a promise below the configured most.
+        (Family::FlashAttn, "flash-attn-fixed-split"),
         (Family::Flashinfer, "flashinfer"),
     ] {
         for configured in [
@@ -152,6 +154,8 @@ fn every_graph_mode_gives_the_same_tokens() {
                 "{configured:?}: {outcome:?}"
             );
             check_tokens(&trace, &mut engine);
+            let status = engine.reload_handles().remove(0).status();
+            assert!(status.faults.is_empty(), "{:?}", status.fault_records);
             let [none, piecewise, full] =
                 [&dispatched.none, &dispatched.piecewise, &dispatched.full]
                     .map(|count| count.load(Ordering::Relaxed) > 0);

@@ -90,7 +90,7 @@ impl FaultBundle {
             Err(fault) => {
                 let constructed = header.call == BuilderCall::Create;
                 return Ok(self.judge(
-                    Attempt {
+                    &Attempt {
                         fault: Some(SeenFault::of(&fault)),
                         metadata: None,
                     },
@@ -129,7 +129,7 @@ impl FaultBundle {
             fault: None,
             metadata: None,
         });
-        Ok(self.judge(last, calls, remarks))
+        Ok(self.judge(&last, calls, remarks))
     }
 
     fn attempt(&self, instance: &mut WasmBuilder) -> Result<Attempt, ReplayError> {
@@ -216,10 +216,10 @@ impl FaultBundle {
         }
     }
 
-    fn judge(&self, attempt: Attempt, calls: u64, mut remarks: Vec<String>) -> Replay {
+    fn judge(&self, attempt: &Attempt, calls: u64, mut remarks: Vec<String>) -> Replay {
         let header = &self.header;
         let kind = header.fault.kind;
-        let happened = self.is_it(&attempt);
+        let happened = self.is_it(attempt);
         let verifiable = kind != FaultKind::Refused || header.step.is_some();
         let outcome = match (kind.replays() && verifiable, happened) {
             (false, _) => Outcome::DoesNotReplay,
