@@ -1,6 +1,8 @@
 //! What can go wrong on a CUDA device, in words that name the call, the value and the remedy. It must never know who
 //! asked: settings are named by the caller ([`CudaError::with_remedy`]).
 
+use std::time::Duration;
+
 use cudarc::driver::sys::CUresult;
 
 /// The driver version this crate needs, as the driver counts it: 1000 · major + 10 · minor.
@@ -72,6 +74,16 @@ pub enum CudaError {
         /// The code's name.
         name: String,
     },
+    /// Work does not end: the device, or a kernel on it, hangs.
+    #[error(
+        "the CUDA device did not finish its work within {} s: end the process and start it again; if it happens again, look at \
+         `dmesg` for an Xid",
+        .waited.as_secs_f32()
+    )]
+    Hung {
+        /// How long it was waited for.
+        waited: Duration,
+    },
     /// A call failed; the context still serves.
     #[error("{call} failed: {name} ({code}){}", hint(*.code))]
     Call {
@@ -132,7 +144,7 @@ pub type Result<T, E = CudaError> = std::result::Result<T, E>;
 impl CudaError {
     /// Whether the device is lost: no later call on it can succeed, and the process has to end.
     pub fn is_fatal(&self) -> bool {
-        matches!(self, Self::Lost { .. })
+        matches!(self, Self::Lost { .. } | Self::Hung { .. })
     }
 
     /// The same error with the remedy of whoever asked for the memory: the setting to lower, by name. Other errors stay as they are.

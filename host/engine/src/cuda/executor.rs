@@ -8,6 +8,7 @@ use std::{
     collections::VecDeque,
     path::Path,
     sync::{Arc, OnceLock},
+    time::Duration,
 };
 
 use timetable_attention::{
@@ -72,6 +73,9 @@ pub(super) struct Running {
     pub(super) block_size: u32,
     pub(super) steps: StepState,
 }
+
+/// How long the end of an executor waits for the device's work.
+const DROP_LIMIT: Duration = Duration::from_secs(10);
 
 /// What one step leaves for the next.
 pub(super) struct StepState {
@@ -558,9 +562,19 @@ impl Drop for CudaExecutor {
     fn drop(&mut self) {
         // Memory that the device still uses must not be freed: captures end first, then the step's stream.
         if let Some(running) = &self.running
-            && let Err(error) = running.stream.synchronize()
+            && let Err(error) = running.stream.synchronize_within(DROP_LIMIT)
         {
             tracing::debug!(%error, "the device's work did not end");
+            if let CudaError::Hung { .. } = error {
+                // To free anything would wait for the device, which hangs: the process's end frees it.
+                std::mem::forget((
+                    self.running.take(),
+                    self.loaded.take(),
+                    self.parts.take(),
+                    self.exchange.clone(),
+                ));
+                return;
+            }
         }
         self.exchange.stop();
     }

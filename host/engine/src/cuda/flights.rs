@@ -3,7 +3,7 @@
 //! A place is reused only after its step was collected, and everything is made at the start: no step allocates. Logits that a
 //! test or an evaluation asks for are the exception. This module must never know what a step computes.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, time::Duration};
 
 use timetable_device_cuda::{
     CudaError,
@@ -12,6 +12,9 @@ use timetable_device_cuda::{
 };
 
 use crate::timings::StepTimings;
+
+/// No step takes so long: a device that has not finished one by then hangs.
+pub(super) const STEP_LIMIT: Duration = Duration::from_secs(120);
 
 /// A step's place: its tokens' pinned memory, and its marks on the stream.
 struct Place {
@@ -144,7 +147,7 @@ impl Flights {
             return Ok(());
         };
         let place = &self.places[flight.place];
-        place.done.synchronize()?;
+        place.done.synchronize_within(STEP_LIMIT)?;
         let ns = |us: f32| (f64::from(us.max(0.0)) * 1e3) as u64;
         let begun = place.marks.step_begin();
         timings.copy_ns += ns(place.marks.elapsed_us()?.0);

@@ -1,8 +1,10 @@
 //! Events: marks in a stream's order. It must never know what work they guard.
 
+use std::time::Duration;
+
 use cudarc::driver::sys::{CUevent, CUevent_flags, CUresult};
 
-use super::{Device, fallible, log_drop};
+use super::{Device, fallible, log_drop, wait_within};
 use crate::error::Result;
 
 /// A mark that a stream passes ([`super::Stream::record`]) and that others wait for. One that no stream has recorded counts as passed.
@@ -45,6 +47,14 @@ impl Event {
         self.device.bind()?;
         // SAFETY: the event is live.
         unsafe { fallible::event_synchronize(self.handle) }
+    }
+
+    /// As [`Event::synchronize`], but gives up after `limit`.
+    ///
+    /// # Errors
+    /// [`CudaError::Hung`](crate::CudaError::Hung) after `limit`; else as [`Event::synchronize`].
+    pub fn synchronize_within(&self, limit: Duration) -> Result<()> {
+        wait_within(limit, || self.query())
     }
 
     /// Whether the stream has passed the last record of this event.

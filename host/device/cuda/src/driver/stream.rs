@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::ops::Range;
+use std::time::Duration;
 
 use cudarc::driver::sys::{
     CUresult, CUstream, CUstream_flags, CUstreamCaptureMode, CUstreamCaptureStatus,
@@ -10,6 +11,7 @@ use cudarc::driver::sys::{
 use super::event::ready;
 use super::{
     Device, DevicePtr, Event, Function, Graph, GraphExec, Launch, PinnedBuffer, fallible, log_drop,
+    wait_within,
 };
 use crate::error::{CudaError, Result};
 
@@ -96,6 +98,14 @@ impl Stream {
         self.device.bind()?;
         // SAFETY: the stream is live.
         unsafe { fallible::stream_synchronize(self.handle) }
+    }
+
+    /// As [`Stream::synchronize`], but gives up after `limit`.
+    ///
+    /// # Errors
+    /// [`CudaError::Hung`](crate::CudaError::Hung) after `limit`; else as [`Stream::synchronize`].
+    pub fn synchronize_within(&self, limit: Duration) -> Result<()> {
+        wait_within(limit, || self.query())
     }
 
     /// Whether all work of the stream is done.
