@@ -105,7 +105,14 @@ impl Attention {
             .map(|(index, config)| {
                 let name = format!("{}/{index}", plan.backend());
                 let of_device = acceptance(index);
-                Group::new(name, plan.family(), config, sandbox, source, of_device)
+                Group::new(
+                    name,
+                    plan.family(),
+                    config,
+                    sandbox,
+                    source,
+                    of_device.as_ref(),
+                )
             })
             .collect::<Result<Vec<_>, EngineError>>()?;
         Ok(Self {
@@ -253,14 +260,14 @@ impl Group {
         config: BuilderConfig,
         sandbox: &Sandbox,
         source: &BuilderSource,
-        of_device: Option<Acceptance>,
+        of_device: Option<&Acceptance>,
     ) -> Result<Self, EngineError> {
         let plain = plain_builder(family, &config).map_err(EngineError::Plain)?;
         let setup = |plain| GroupSetup {
             name: name.clone(),
             config: config.clone(),
             plain,
-            acceptance: Some(acceptance(&config, of_device.clone())),
+            acceptance: Some(acceptance(&config, of_device.cloned())),
         };
         let builder = match source {
             BuilderSource::Plain => {

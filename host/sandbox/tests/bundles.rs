@@ -362,7 +362,7 @@ fn a_damaged_bundle_is_refused_wherever_it_is_damaged() {
         FaultBundle::from_bytes(&damaged).unwrap_err();
     }
     // A header that is whole, but contradicts itself.
-    let mut wild = bundle.clone();
+    let mut wild = bundle;
     if let Some(step) = &mut wild.header.step {
         step.columns = vec![u32::MAX; 3];
     }

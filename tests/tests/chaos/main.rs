@@ -147,7 +147,7 @@ fn just_under_its_limits_is_most_of_them() {
             FaultKind::Memory,
             Limits {
                 max_memory_bytes: defaults.max_memory_bytes / 2,
-                ..defaults.clone()
+                ..defaults
             },
         ),
     ];

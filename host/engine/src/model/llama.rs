@@ -75,7 +75,12 @@ impl Model {
     ) -> Result<Self, ModelError> {
         let weights = options.weights;
         let table = |part: &Part| {
-            Projection::load(checkpoint, weights, config.hidden_size, &[part.clone()])
+            Projection::load(
+                checkpoint,
+                weights,
+                config.hidden_size,
+                std::slice::from_ref(part),
+            )
         };
         let embedding = table(&layout.embedding)?;
         let head = layout.head.as_ref().map(table).transpose()?;

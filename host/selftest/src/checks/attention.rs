@@ -138,7 +138,7 @@ fn random_shape(
         causal: round != 3,
         query_lens,
         kv_lens,
-        padding: if round % 2 == 0 {
+        padding: if round.is_multiple_of(2) {
             0
         } else {
             random.count(1, 6)

@@ -107,7 +107,7 @@ impl Case<'_> {
             gpu.upload_as(self.dtype, &x)?,
             gpu.upload_as(self.dtype, &weight)?,
         );
-        let with_residual = round % 2 == 0;
+        let with_residual = round.is_multiple_of(2);
         let residual = gpu.upload_as(self.dtype, &before)?;
         let out = gpu.poisoned(self.dtype, count * hidden)?;
         // SAFETY: every buffer has the rows that it is given with, and lives until the stream has been waited for.
@@ -461,22 +461,24 @@ impl Case<'_> {
         }?;
         gpu.stream.synchronize()?;
         let (mut want, mut want_lse) = (Vec::new(), Vec::new());
-        for index in 0..count {
-            let weight = [0, 1].map(|part| f64::from(lse[part][index]).exp());
+        let weights = lse[0].iter().zip(&lse[1]);
+        let values = states[0].chunks(size).zip(states[1].chunks(size));
+        for ((&a, &b), (first, second)) in weights.zip(values) {
+            let weight = [a, b].map(|lse| f64::from(lse).exp());
             let total = weight[0] + weight[1];
             want_lse.push(total.ln());
-            for at in index * size..(index + 1) * size {
-                let part = |part: usize| {
-                    if weight[part] == 0.0 {
+            for pair in first.iter().zip(second) {
+                let part = |weight: f64, value: f32| {
+                    if weight == 0.0 {
                         0.0
                     } else {
-                        weight[part] * f64::from(states[part][at])
+                        weight * f64::from(value)
                     }
                 };
                 want.push(if total == 0.0 {
                     0.0
                 } else {
-                    (part(0) + part(1)) / total
+                    (part(weight[0], *pair.0) + part(weight[1], *pair.1)) / total
                 });
             }
         }
