@@ -325,6 +325,7 @@ fn serve(backend: &RegisteredBackend, described: &DescribedStep) -> anyhow::Resu
         logits_soft_cap: None,
         kv_cache_dtype: CacheDtype::F32,
         block_size: 16,
+        batch_invariant: false,
     };
     let attention = make_impl(layer)?;
     let mut prepared = StepMetadata::new();

@@ -4,6 +4,10 @@
 // item, KEYS at a time; the queries stay in shared memory, keys and values come through two stages filled by cp.async. Each B
 // fragment read from shared memory serves BLOCKS mma row blocks: with two, the tensor cores and not shared memory set the pace.
 //
+// A row's sums depend on its own keys of the item's range alone, bit for bit: they are taken in runs of KEYS counted from the
+// range's begin, whatever the item's rows, and a run that a row does not see leaves its sums as they are. Batch invariance rests
+// on this.
+//
 // The seam for wgmma and TMA is this function: a kernel with the same arguments and items may take its place.
 #pragma once
 
@@ -32,7 +36,8 @@ __device__ __forceinline__ void prefill_item(const TtAttentionParams &p, const T
     const int window = p.sliding_window;
     const bool causal = item.causal != 0;
     const KeyRange range = key_range(item, group, window);
-    const int start = range.low & ~15;
+    const int begin = item.key_begin & ~15;
+    const int start = begin + ((range.low - begin) & ~(KEYS - 1));
     const int tiles = range.high > range.low ? (range.high - start + KEYS - 1) / KEYS : 0;
 
     PageWalk walk;
@@ -197,7 +202,8 @@ __device__ __forceinline__ void prefill_item(const TtAttentionParams &p, const T
                 // In log2 units; the largest score stays the largest, since the factor is positive.
                 float shift = high == minus_inf() ? 0.0f : high * to_log2;
                 if (__any_sync(0xffffffffu, high > top[block][half])) {
-                    float shrink = exp2_approx(top[block][half] * to_log2 - shift);
+                    // Not fused, so that it is 1 for a row whose largest score stays, though its neighbours' do not.
+                    float shrink = exp2_approx(__fmul_rn(top[block][half], to_log2) - shift);
                     top[block][half] = high;
                     weight[block][half] *= shrink;
 #pragma unroll

@@ -1,6 +1,11 @@
 //! Drives an engine to the end of its requests. Knows no test.
 
-use std::{collections::HashMap, path::PathBuf, sync::OnceLock, time::Duration};
+use std::{
+    collections::{BTreeMap, HashMap},
+    path::PathBuf,
+    sync::{Arc, Mutex, OnceLock},
+    time::Duration,
+};
 
 use timetable_engine::{
     BuilderSource, Engine, EngineConfig, FinishReason, GenerationRequest, ModelRunner, RequestId,
@@ -91,6 +96,50 @@ pub struct Answer {
     pub finish: Option<FinishReason>,
     /// With `FinishReason::Error`.
     pub error: Option<String>,
+}
+
+/// Every row of logits of each request, in the requests' order, none of which failed. The engine has no observer afterwards.
+///
+/// # Panics
+/// If a request fails, or a row is missing.
+pub fn logits(engine: &mut Engine, requests: Vec<GenerationRequest>) -> Vec<Vec<Vec<f32>>> {
+    let rows = Arc::new(Mutex::new(BTreeMap::new()));
+    let seen = rows.clone();
+    engine.set_logits_observer(Some(Box::new(move |id, index, logits| {
+        seen.lock()
+            .expect("no panic while it is held")
+            .insert((id.0, index), logits.to_vec());
+    })));
+    let answers = generate(engine, requests);
+    engine.set_logits_observer(None);
+    let rows = std::mem::take(&mut *rows.lock().expect("no panic while it is held"));
+    // In the order of ids, which is that of the requests.
+    let mut rows = rows.into_values();
+    answers
+        .iter()
+        .map(|answer| {
+            assert!(answer.error.is_none(), "{:?}", answer.error);
+            let of_request: Vec<_> = rows.by_ref().take(answer.tokens.len()).collect();
+            assert_eq!(of_request.len(), answer.tokens.len(), "rows of logits");
+            of_request
+        })
+        .collect()
+}
+
+/// Rows of logits that are not the same bits, of so many.
+pub fn other_bits(found: &[Vec<Vec<f32>>], expected: &[Vec<Vec<f32>>]) -> (usize, usize) {
+    assert_eq!(found.len(), expected.len(), "requests");
+    let pairs: Vec<_> = found
+        .iter()
+        .zip(expected)
+        .flat_map(|(found, expected)| {
+            assert_eq!(found.len(), expected.len(), "rows of a request");
+            found.iter().zip(expected)
+        })
+        .collect();
+    let bits = |row: &[f32]| row.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+    let others = pairs.iter().filter(|(a, b)| bits(a) != bits(b));
+    (others.count(), pairs.len())
 }
 
 /// Steps until every request has ended. Answers are in the order of `requests`.

@@ -284,6 +284,10 @@ pub struct SchedulingArgs {
     #[arg(long, overrides_with = "async_scheduling")]
     pub no_async_scheduling: bool,
 
+    /// Give a request the bits that it has when it runs alone, whatever else is in the batch; slower
+    #[arg(long)]
+    pub batch_invariant: bool,
+
     /// Do not reuse the blocks of equal prefixes
     #[arg(long)]
     pub no_enable_prefix_caching: bool,

@@ -8,7 +8,7 @@ mod support;
 use rand::Rng;
 use support::{Batch, bits, config, random_config, random_rows, rng};
 use timetable_device::{
-    cpu::{CacheDtype, instruction_set},
+    cpu::{AttentionConfig, CacheDtype, instruction_set},
     reference::{Attention, max_relative_error},
 };
 use timetable_types::{Causal, Metadata};
@@ -193,6 +193,46 @@ fn a_row_does_not_depend_on_what_else_is_in_the_batch() {
             let (output, _) = alone.run(&Metadata::FlashAttn(alone.flash_attn()));
             let expected = &together[tokens.start * width..tokens.end * width];
             assert_eq!(bits(&output), bits(expected), "seed {seed}, row {row}");
+        }
+    }
+}
+
+#[test]
+fn a_query_has_the_same_bits_in_any_chunk_where_results_are_batch_invariant() {
+    for seed in 0..20 {
+        let rng = &mut rng(9_500 + seed);
+        for dtype in [CacheDtype::F32, CacheDtype::Bf16] {
+            let config = AttentionConfig {
+                batch_invariant: true,
+                ..random_config(rng, dtype)
+            };
+            let whole = Batch::new(rng, config, Causal::All(true), &[(70, 150)], 0);
+            let (together, _) = whole.run(&Metadata::FlashAttn(whole.flash_attn()));
+            let width = config.num_heads * config.head_size;
+            for (start, end) in [(0, 1), (1, 18), (18, 69), (69, 70)] {
+                let chunk = Batch {
+                    rows: vec![(end - start, 80 + end)],
+                    num_tokens: end - start,
+                    query_start_loc: vec![0, (end - start) as i32],
+                    seq_lens: vec![(80 + end) as i32],
+                    query: whole.query[start * width..end * width].to_vec(),
+                    block_table: whole.block_table.clone(),
+                    causal_flags: vec![1],
+                    keys: vec![],
+                    values: vec![],
+                    cache: whole.cache.clone(),
+                    config,
+                    causal: Causal::All(true),
+                    width: whole.width,
+                };
+                let (output, _) = chunk.run(&Metadata::FlashAttn(chunk.flash_attn()));
+                let expected = &together[start * width..end * width];
+                assert_eq!(
+                    bits(&output),
+                    bits(expected),
+                    "seed {seed}, [{start}, {end})"
+                );
+            }
         }
     }
 }

@@ -148,6 +148,10 @@ pub struct EngineConfig {
     pub cache_size: CacheSize,
     /// The most KV splits of one request that a builder may choose.
     pub max_num_splits: u32,
+    /// A request's logits are, bit for bit, what they are when it runs alone. Costs time: requests are not split, on a GPU one
+    /// attention kernel and one algorithm of each matrix product serve every step, and prefix caching is off where the rule
+    /// book says so. Refused with a backend that does not support it.
+    pub batch_invariant: bool,
     /// Workers that a builder may plan for on the CPU; a GPU has its multiprocessors.
     pub num_workers: u32,
     /// Options of the builder's own.
@@ -173,6 +177,7 @@ impl Default for EngineConfig {
             kv_cache_dtype: KvCacheDtype::Auto,
             cache_size: CacheSize::MemoryFraction(0.4),
             max_num_splits: 32,
+            batch_invariant: false,
             num_workers: std::thread::available_parallelism().map_or(1, |n| n.get() as u32),
             builder_options: Vec::new(),
         }

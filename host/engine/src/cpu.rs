@@ -399,5 +399,6 @@ fn layer_config(config: &BuilderConfig, kv_cache_dtype: CacheDtype) -> Attention
         logits_soft_cap: None,
         kv_cache_dtype,
         block_size: spec.block_size as usize,
+        batch_invariant: config.batch_invariant,
     }
 }

@@ -204,7 +204,11 @@ impl Engine {
         let graphs = graph_plan(config, &startup, &mut attention)?;
         let num_blocks = executor.start(graphs)?;
         attention.set_num_blocks(num_blocks * (config.block_size / shape.kernel_block_size));
-        let kv = KvCacheManager::new(num_blocks, config.block_size, config.enable_prefix_caching);
+        let kv = KvCacheManager::new(
+            num_blocks,
+            config.block_size,
+            startup.enables_prefix_caching(config.enable_prefix_caching),
+        );
         Ok(Self {
             executor,
             depth,

@@ -5,7 +5,7 @@
 use timetable_attention::{
     batch::RunnerGeneration,
     graphs::{ConfigFacts, Explanation, GraphModes, GroupSupport, Outcome, ResolveInput, explain},
-    report::{RunFacts, Severity, StartupReport},
+    report::{Hazard, RunFacts, Severity, StartupReport},
 };
 use timetable_types::{BuilderInfo, CudagraphMode, CudagraphSupport};
 
@@ -63,8 +63,11 @@ impl Startup {
             plan.groups(),
             &RunFacts {
                 device: plan.facts().device,
-                batch_invariant: false,
-                supports_batch_invariance: &[],
+                batch_invariant: engine.batch_invariant,
+                supports_batch_invariance: &vec![
+                    plan.supports_batch_invariance();
+                    plan.groups().len()
+                ],
                 prefix_caching: engine.enable_prefix_caching,
                 max_num_splits: engine.max_num_splits,
                 dcp_world_size: 1,
@@ -89,6 +92,12 @@ impl Startup {
         };
         startup.log();
         Ok(startup)
+    }
+
+    /// Are equal prefixes shared? As configured, unless the report says that they must not be.
+    pub fn enables_prefix_caching(&self, configured: bool) -> bool {
+        let disabled = |hazard: &Hazard| hazard.code == "prefix_caching_disabled";
+        configured && !self.report.hazards.iter().any(disabled)
     }
 
     /// The mode that survived, and the sizes that are captured.

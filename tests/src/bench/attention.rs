@@ -102,6 +102,7 @@ fn run(case: &Case, dtype: CacheDtype) -> Vec<Row> {
         logits_soft_cap: None,
         kv_cache_dtype: dtype,
         block_size: 16,
+        batch_invariant: false,
     };
     let width = case.kv_len.div_ceil(16);
     let blocks = width * case.requests;

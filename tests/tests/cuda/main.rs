@@ -5,6 +5,7 @@
 
 mod fatal;
 mod graphs;
+mod invariance;
 mod precision;
 mod reload;
 mod support;

@@ -2,6 +2,7 @@
 
 mod batch;
 mod blocks;
+mod invariance;
 mod recorded;
 mod reload;
 mod scheduler;

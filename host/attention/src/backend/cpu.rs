@@ -20,10 +20,12 @@ struct CpuEntry {
     layouts: &'static [KvCacheLayout],
     sliding_window: bool,
     non_causal: bool,
+    batch_invariance: bool,
 }
 
 /// What the paged kernel takes for every contract it executes: it computes in f32, keeps caches in f32 or bf16, pads any
-/// head size to whole vectors, and walks blocks of any size. Each layer owns its cache.
+/// head size to whole vectors, and walks blocks of any size. Each layer owns its cache. A query's result depends on its own keys
+/// and splits alone.
 const fn paged(backend: Backend) -> CpuEntry {
     CpuEntry {
         backend,
@@ -35,6 +37,7 @@ const fn paged(backend: Backend) -> CpuEntry {
         layouts: &[KvCacheLayout::Lbhnc],
         sliding_window: true,
         non_causal: true,
+        batch_invariance: true,
     }
 }
 
@@ -78,6 +81,7 @@ pub(super) fn on_cpu(backend: Backend, base: BackendRow) -> BackendRow {
         flags: Flags {
             supports_sliding_window: entry.sliding_window,
             supports_non_causal: entry.non_causal,
+            supports_batch_invariance: entry.batch_invariance,
             ..Flags::DEFAULT
         },
         combination: accept,

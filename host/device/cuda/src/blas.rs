@@ -4,6 +4,9 @@
 //! Sums are f32 always, f32 inputs without TF32. An algorithm is chosen once per class of shapes and kept, among those that
 //! never add in an order that timing decides and never in less than f32, so the same input gives the same bits. Afterwards
 //! nothing is allocated, on the host or the device, and products may be captured in graphs.
+//!
+//! The class has the number of rows in it, so a row's bits depend on how many there are, unless products are batch-invariant:
+//! then one algorithm, which splits no sum, serves every number of rows.
 
 mod fallible;
 
@@ -29,6 +32,9 @@ const LIBRARY: &str = "libcublasLt.so.13";
 
 /// Bytes of workspace with which the library has all its algorithms on Hopper.
 pub const USUAL_WORKSPACE: usize = 32 << 20;
+
+/// Rows that a batch-invariant product's algorithm is chosen for: enough for the tensor cores, few enough for decodes.
+const INVARIANT_ROWS: usize = 64;
 
 /// `CUBLAS_OP_T` of cuBLAS's header, which the bindings of cuBLASLt lack.
 const TRANSPOSED: i32 = 1;
@@ -182,6 +188,7 @@ pub struct Gemm {
     device: Device,
     handle: cublasLtHandle_t,
     workspace: DeviceBuffer,
+    batch_invariant: bool,
     plans: Mutex<HashMap<Class, Plan>>,
 }
 
@@ -206,8 +213,37 @@ impl Gemm {
             device: device.clone(),
             handle,
             workspace,
+            batch_invariant: false,
             plans: Mutex::default(),
         })
+    }
+
+    /// Whether a row's results are the same bits whatever the number of rows and its place among them. Slower: one algorithm
+    /// serves decodes and prefills, without a workspace and without parts of a sum that are added up later.
+    #[must_use]
+    pub fn with_batch_invariance(mut self, batch_invariant: bool) -> Self {
+        self.batch_invariant = batch_invariant;
+        self.plans = Mutex::default();
+        self
+    }
+
+    /// The shapes that share this one's algorithm.
+    fn class(&self, shape: GemmShape, bias: bool, alignment: u32) -> Class {
+        let class = Class::of(shape, bias, alignment);
+        if self.batch_invariant {
+            class.of_any_rows()
+        } else {
+            class
+        }
+    }
+
+    /// Bytes that algorithms may use.
+    fn usable_workspace(&self) -> usize {
+        if self.batch_invariant {
+            0
+        } else {
+            self.workspace.len()
+        }
     }
 
     /// Chooses the algorithm of this shape's class now, so that the first product allocates nothing; buffers are taken to be aligned
@@ -219,7 +255,7 @@ impl Gemm {
         shape.check()?;
         self.device.bind()?;
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        self.plan(&mut plans, Class::of(shape, bias, 256))
+        self.plan(&mut plans, self.class(shape, bias, 256))
             .map(|_| ())
     }
 
@@ -244,7 +280,7 @@ impl Gemm {
         let alignment = alignment(shape, operands)?;
         self.device.bind()?;
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        let class = Class::of(shape, operands.bias.is_some(), alignment);
+        let class = self.class(shape, operands.bias.is_some(), alignment);
         // SAFETY: the caller's.
         let begun = unsafe { self.run(self.plan(&mut plans, class)?, stream, shape.m, operands) };
         let begun = match begun {
@@ -253,7 +289,7 @@ impl Gemm {
                 _,
                 cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED
                 | cublasStatus_t::CUBLAS_STATUS_INVALID_VALUE,
-            )) if shape.m != class.rows => {
+            )) if shape.m != class.rows && !self.batch_invariant => {
                 let class = Class {
                     rows: shape.m,
                     exact: true,
@@ -311,7 +347,7 @@ impl Gemm {
                 layouts,
                 matrices,
                 &plan.algorithm,
-                (pointer(self.workspace.ptr()), self.workspace.len()),
+                (pointer(self.workspace.ptr()), self.usable_workspace()),
                 stream.handle().cast(),
             )
         }
@@ -323,7 +359,7 @@ impl Gemm {
         match plans.entry(class) {
             Entry::Occupied(entry) => Ok(entry.into_mut()),
             Entry::Vacant(entry) => {
-                let plan = Plan::new(self.handle, class, self.workspace.len())
+                let plan = Plan::new(self.handle, class, self.usable_workspace())
                     .map_err(|refused| refusal(&self.device, refused, &class.shape()))?;
                 tracing::debug!(shape = %class.shape(), algorithm = ?plan.algorithm.data, "chose a matrix product");
                 Ok(entry.insert(plan))
@@ -379,6 +415,8 @@ struct Class {
     rows: usize,
     /// Whether it has only shapes of so many rows.
     exact: bool,
+    /// Whether it has shapes of any number of rows, which must not change a row's bits.
+    any_rows: bool,
     n: usize,
     k: usize,
     x_stride: usize,
@@ -404,6 +442,7 @@ impl Class {
         Self {
             rows: most_rows(m),
             exact: false,
+            any_rows: false,
             n,
             k,
             x_stride,
@@ -412,6 +451,15 @@ impl Class {
             out,
             bias,
             alignment,
+        }
+    }
+
+    /// The class of every number of rows.
+    fn of_any_rows(self) -> Self {
+        Self {
+            rows: INVARIANT_ROWS,
+            any_rows: true,
+            ..self
         }
     }
 
@@ -483,7 +531,7 @@ impl Plan {
         let a = Layout::new(inputs, k, n, class.k as i64)?;
         let b = Layout::new(inputs, k, rows, class.x_stride as i64)?;
         let d = Layout::new(output, n, rows, class.out_stride as i64)?;
-        let preference = Preference::new(workspace, class.alignment)?;
+        let preference = Preference::new(workspace, class.alignment, class.any_rows)?;
         let layouts = Layouts {
             a: a.0,
             b: b.0,
@@ -581,7 +629,7 @@ impl Drop for Layout {
 struct Preference(cublasLtMatmulPreference_t);
 
 impl Preference {
-    fn new(workspace: usize, alignment: u32) -> Result<Self, Refused> {
+    fn new(workspace: usize, alignment: u32, unsplit: bool) -> Result<Self, Refused> {
         use PreferenceAttribute as Attribute;
         // SAFETY: the library is present.
         let preference = Self(unsafe { fallible::preference_create() }?);
@@ -590,8 +638,11 @@ impl Preference {
             &(workspace as u64),
         )?;
         // Parts of a sum that is split are added in f32 or not at all: in the output's dtype they would be rounded in between.
-        let reductions =
-            sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+        let reductions = if unsplit {
+            sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_NONE
+        } else {
+            sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
+        } as u32;
         preference.set(
             Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
             &reductions,
@@ -657,93 +708,4 @@ fn refusal(device: &Device, (call, status): Refused, shape: &dyn fmt::Display) -
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn classes_hold_their_rows_and_are_few() {
-        let mut classes = std::collections::BTreeSet::new();
-        for rows in 1..=8192 {
-            let most = most_rows(rows);
-            assert!(most >= rows, "{rows} in {most}");
-            assert!(
-                most <= rows.next_multiple_of(16).max(rows * 5 / 4 + 1),
-                "{rows} in {most}"
-            );
-            assert_eq!(most_rows(most), most, "{rows}");
-            classes.insert(most);
-        }
-        assert!(classes.len() <= 36, "{} classes", classes.len());
-    }
-
-    #[test]
-    fn the_library_is_found_and_takes_every_attribute_or_is_named_with_where_it_was_looked_for() {
-        match load_library() {
-            Ok(()) => {
-                for output in [cudaDataType_t::CUDA_R_16BF, cudaDataType_t::CUDA_R_32F] {
-                    assert_eq!(Desc::new(true, output).map(drop), Ok(()));
-                }
-                assert_eq!(
-                    Layout::new(cudaDataType_t::CUDA_R_16F, 64, 3, 96).map(drop),
-                    Ok(())
-                );
-                assert_eq!(Preference::new(USUAL_WORKSPACE, 16).map(drop), Ok(()));
-            }
-            Err(error) => {
-                let text = error.to_string();
-                assert!(
-                    text.starts_with(
-                        "libcublasLt.so.13 was not found: looked in the loader's paths"
-                    ),
-                    "{text}"
-                );
-                assert!(
-                    text.contains("TIMETABLE_CUDA_LIBRARY_PATH")
-                        && text.contains("python3's nvidia packages"),
-                    "{text}"
-                );
-            }
-        }
-    }
-
-    #[test]
-    fn a_shape_that_makes_no_sense_is_refused_with_its_numbers() {
-        let shape = GemmShape::new(4, 0, 8, GemmDtype::Bf16);
-        assert!(shape.check().is_err());
-        let shape = GemmShape {
-            out_stride: 7,
-            ..GemmShape::new(4, 8, 16, GemmDtype::F16)
-        };
-        let error = shape.check().unwrap_err().to_string();
-        assert!(
-            error.contains(
-                "[4, 16] F16 by [8, 16] to F16, row strides 16 and 7: x_stride is at least k"
-            ),
-            "{error}"
-        );
-        assert_eq!(GemmShape::new(0, 8, 16, GemmDtype::F32).check(), Ok(()));
-    }
-
-    #[test]
-    fn alignment_is_that_of_the_least_aligned_operand() {
-        let shape = GemmShape {
-            out: GemmOut::F32,
-            ..GemmShape::new(4, 8, 16, GemmDtype::Bf16)
-        };
-        let mut operands = GemmOperands {
-            x: DevicePtr::from_raw(0x1000),
-            weight: DevicePtr::from_raw(0x2000),
-            bias: None,
-            out: DevicePtr::from_raw(0x3000),
-        };
-        assert_eq!(alignment(shape, operands), Ok(256));
-        operands.x = DevicePtr::from_raw(0x1020);
-        assert_eq!(alignment(shape, operands), Ok(16));
-        operands.x = DevicePtr::from_raw(0x1002);
-        assert_eq!(alignment(shape, operands), Ok(2));
-        operands.out = DevicePtr::from_raw(0x3002);
-        assert!(alignment(shape, operands).is_err());
-        operands.out = DevicePtr::NULL;
-        assert!(alignment(shape, operands).is_err());
-    }
-}
+mod tests;

@@ -519,6 +519,67 @@ fn products_are_right_in_every_dtype_shape_and_stride() {
 }
 
 #[test]
+fn a_rows_bits_do_not_depend_on_the_other_rows_where_products_are_batch_invariant() {
+    let Some(device) = device() else { return };
+    let stream = Stream::new(&device).unwrap();
+    let products = |batch_invariant| {
+        Gemm::new(&device, USUAL_WORKSPACE)
+            .unwrap()
+            .with_batch_invariance(batch_invariant)
+    };
+    let (usual, invariant) = (products(false), products(true));
+    for (dtype, out, n, k) in [
+        (GemmDtype::Bf16, GemmOut::Same, 576, 1536),
+        (GemmDtype::Bf16, GemmOut::F32, 1024, 576),
+        (GemmDtype::F16, GemmOut::Same, 192, 4096),
+        (GemmDtype::F32, GemmOut::Same, 192, 576),
+    ] {
+        let shape = |m| GemmShape {
+            out,
+            ..GemmShape::new(m, n, k, dtype)
+        };
+        let rows = 300;
+        let case = Case::new(&device, shape(rows), true, 7);
+        let run = |gemm: &Gemm, first: usize, m: usize| {
+            let operands = GemmOperands {
+                x: case.x.ptr().offset(first * k * dtype.size()),
+                ..case.operands(true)
+            };
+            // SAFETY: the case lives until the stream is waited for, and has rows [first, first + m).
+            unsafe { gemm.gemm(&stream, shape(m), operands) }.unwrap();
+            stream.synchronize().unwrap();
+            let bytes = case.out.to_host::<u8>().unwrap();
+            bytes[..m * n * shape(m).out_dtype().size()].to_vec()
+        };
+        let row_bytes = n * shape(1).out_dtype().size();
+        let all = run(&invariant, 0, rows);
+        case.check();
+        let all_usual = run(&usual, 0, rows);
+        let (mut compared, mut others) = (0, 0);
+        for m in [1, 2, 3, 8, 16, 17, 33, 64, 65, 128, 200, 299] {
+            for first in [0, rows - m] {
+                let range = first * row_bytes..(first + m) * row_bytes;
+                assert!(
+                    run(&invariant, first, m) == all[range.clone()],
+                    "{}: rows from {first} have other bits alone",
+                    shape(m)
+                );
+                let usual = run(&usual, first, m);
+                let pairs = usual
+                    .chunks(row_bytes)
+                    .zip(all_usual[range].chunks(row_bytes));
+                others += pairs.filter(|(a, b)| a != b).count();
+                compared += m;
+            }
+        }
+        println!(
+            "{}: without the mode {others} of {compared} rows have other bits",
+            shape(rows)
+        );
+    }
+}
+
+#[test]
 fn products_give_the_same_bits_every_time_and_in_a_graph() {
     let Some(device) = device() else { return };
     let gemm = Gemm::new(&device, USUAL_WORKSPACE).unwrap();

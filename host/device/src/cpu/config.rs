@@ -24,6 +24,9 @@ pub struct AttentionConfig {
     pub kv_cache_dtype: CacheDtype,
     /// Tokens of one block of this layer's cache.
     pub block_size: usize,
+    /// A query's result must not depend, in a bit, on which of the request's queries are in the same step: every number of
+    /// rows then takes one form of the kernel.
+    pub batch_invariant: bool,
 }
 
 /// Why an impl could not be made, or did not run.

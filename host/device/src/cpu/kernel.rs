@@ -5,8 +5,8 @@
 //! across blocks the output and the sum of weights accumulate in f64 (one operation in 64), which keeps rounding flat at
 //! any context length.
 //!
-//! Two forms of the same computation: up to four rows (a decode) take dot products along the head; more rows are spread
-//! over the lanes, so that no sum runs across lanes. The code is plain Rust over fixed-size arrays; it is compiled three
+//! Two forms of the same computation: up to four rows (a decode) take dot products along the head; more rows, and any number
+//! where results are batch-invariant, are spread over the lanes, so that no sum runs across lanes. The code is plain Rust over fixed-size arrays; it is compiled three
 //! times, and the best that the machine can run is chosen once.
 
 mod dot;
@@ -252,6 +252,9 @@ fn attend_on<E: Element, S: Simd, const FMA: bool, const WIDE: usize>(
         let output = &mut output[done * size..(done + rows) * size];
         let lse = &mut lse[done..done + rows];
         match rows {
+            _ if task.config.batch_invariant => {
+                lanes::lane_form::<E, S, FMA, WIDE>(task, first, rows, workspace, output, lse);
+            }
             1 => dot::dot_form::<E, S, FMA, WIDE, 1>(task, first, workspace, output, lse),
             2 => dot::dot_form::<E, S, FMA, WIDE, 2>(task, first, workspace, output, lse),
             3 => dot::dot_form::<E, S, FMA, WIDE, 3>(task, first, workspace, output, lse),

@@ -38,6 +38,7 @@ pub fn config(num_heads: usize, num_kv_heads: usize, head_size: usize) -> Attent
         logits_soft_cap: None,
         kv_cache_dtype: CacheDtype::F32,
         block_size: 16,
+        batch_invariant: false,
     }
 }
 

@@ -58,6 +58,7 @@ pub(super) fn layer_name(index: usize) -> String {
 pub struct AttentionPlan {
     backend: String,
     family: Family,
+    supports_batch_invariance: bool,
     groups: Vec<AttentionGroup>,
     layer_map: LayerMap,
     layout: KvCacheLayout,
@@ -115,6 +116,7 @@ impl AttentionPlan {
         Ok(Self {
             backend: row.name.to_string(),
             family,
+            supports_batch_invariance: row.flags.supports_batch_invariance,
             layer_map: LayerMap::new(&groups)?,
             groups,
             layout: layout.layout,
@@ -142,6 +144,11 @@ impl AttentionPlan {
     /// The family of metadata that the backend's layers read.
     pub fn family(&self) -> Family {
         self.family
+    }
+
+    /// Does the backend's result for a request not depend on the batch, where that is asked for?
+    pub fn supports_batch_invariance(&self) -> bool {
+        self.supports_batch_invariance
     }
 
     /// The attention groups, in the order of their first layers.
@@ -244,8 +251,12 @@ impl AttentionPlan {
                 trtllm_attention: false,
                 xqa: false,
             },
-            batch_invariant: false,
-            max_num_splits: engine.max_num_splits,
+            batch_invariant: engine.batch_invariant,
+            max_num_splits: if engine.batch_invariant {
+                1
+            } else {
+                engine.max_num_splits
+            },
             model_runner_v2: true,
             options: engine.builder_options.clone(),
         })
@@ -291,6 +302,7 @@ fn chosen(
         kv_cache_dtype: Some(engine.kv_cache_dtype.name(facts.model_dtype).to_owned()),
         block_size: u32::try_from(engine.block_size).ok(),
         has_sliding_window: model.sliding_window.is_some(),
+        use_batch_invariant: engine.batch_invariant,
         ..Configuration::new(model.head_dim as u32, facts.model_dtype)
     };
     let request = Request {

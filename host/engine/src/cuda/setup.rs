@@ -127,9 +127,9 @@ impl Parts {
             rows: limits.max_num_reqs,
         };
         let activations = Activations::new(device, model, element, largest)?;
-        let gemm = Gemm::new(device, USUAL_WORKSPACE).map_err(|error| {
-            error.with_remedy("lower --max-num-batched-tokens or --max-num-seqs")
-        })?;
+        let gemm = Gemm::new(device, USUAL_WORKSPACE)
+            .map_err(|error| error.with_remedy("lower --max-num-batched-tokens or --max-num-seqs"))?
+            .with_batch_invariance(setup.config.batch_invariant);
         let forward = Forward::new(
             device,
             kernels,

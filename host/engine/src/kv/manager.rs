@@ -68,6 +68,11 @@ impl KvCacheManager {
         }
     }
 
+    /// Are the blocks of equal prefixes shared?
+    pub fn enables_prefix_caching(&self) -> bool {
+        self.enable_prefix_caching
+    }
+
     /// The pool, to look at.
     pub fn pool(&self) -> &BlockPool {
         &self.pool

@@ -285,6 +285,7 @@ fn config(arguments: &Generate, requested: Option<String>) -> Result<EngineConfi
         max_num_batched_tokens: scheduling.max_num_batched_tokens,
         max_model_len: scheduling.max_model_len,
         block_size: scheduling.block_size,
+        batch_invariant: scheduling.batch_invariant,
         enable_prefix_caching: !scheduling.no_enable_prefix_caching,
         kv_cache_dtype: match attention.kv_cache_dtype {
             KvCacheDtypeArg::Auto => KvCacheDtype::Auto,

@@ -41,8 +41,10 @@ pub struct GroupConfig {
     pub num_multiprocessors: u32,
     /// Bytes of scratch for partial results, at most.
     pub max_partial_bytes: usize,
-    /// A row's result must not depend on the batch that it is in: kernels are then chosen by the row alone. That splits do not
-    /// depend on the batch is the builder's matter (`BuilderConfig::batch_invariant`): this device executes what it is given.
+    /// A query's result must depend on its own keys alone: not on the batch, nor on which of the request's queries are in the
+    /// same step. One kernel, [`AttentionKind::Prefill`], then takes every list: in it a query's sums do not depend on its
+    /// tile. That requests are not split is the builder's matter (`BuilderConfig::batch_invariant`): this device executes what
+    /// it is given.
     pub batch_invariant: bool,
 }
 
@@ -199,10 +201,19 @@ impl GroupConfig {
         }
     }
 
+    /// The kernel that runs a list which `kind` suits.
+    pub(crate) fn kind(&self, kind: AttentionKind) -> AttentionKind {
+        if self.batch_invariant {
+            AttentionKind::Prefill
+        } else {
+            kind
+        }
+    }
+
     /// FLASH_ATTN's kernel for rows of more than 16 packed rows, the most of which are `max_packed`.
     pub(crate) fn prefill_kind(&self, max_packed: u64) -> AttentionKind {
-        if max_packed <= 64 && !self.batch_invariant && self.cache != CacheDtype::Fp8E4m3 {
-            AttentionKind::Prefill64
+        if max_packed <= 64 && self.cache != CacheDtype::Fp8E4m3 {
+            self.kind(AttentionKind::Prefill64)
         } else {
             AttentionKind::Prefill
         }

@@ -380,7 +380,13 @@ fn eager_lists(
     let has_decode = needs[0].items > 0 || !has_prefill;
     let beyond = (DECODE_ROWS + 1, max_packed.max(DECODE_ROWS + 1));
     [
-        has_decode.then(|| list(&needs[0], AttentionKind::Decode, (1, DECODE_ROWS))),
+        has_decode.then(|| {
+            list(
+                &needs[0],
+                config.kind(AttentionKind::Decode),
+                (1, DECODE_ROWS),
+            )
+        }),
         has_prefill.then(|| list(&needs[1], prefill, beyond)),
     ]
 }

@@ -142,9 +142,10 @@ fn flash_attn(
         most => u64::from(most).clamp(shape.reqs, shape.reqs.max(1) * splits),
     };
     let least_packed = shape.uniform.unwrap_or(1) * shape.group;
+    let decode_kind = config.kind(AttentionKind::Decode);
     let decode = (least_packed <= DECODE_ROWS).then(|| ListLaunch {
-        kind: AttentionKind::Decode,
-        tile_rows: config.tile_rows(AttentionKind::Decode),
+        kind: decode_kind,
+        tile_rows: config.tile_rows(decode_kind),
         max_work_items: items(promised.min(shape.reqs.min(shape.tokens) * splits)),
         min_packed_rows: 1,
         max_packed_rows: DECODE_ROWS as u32,
@@ -200,7 +201,11 @@ fn flashinfer(
             max_blocks: Some(captured_blocks(config)),
         }
     };
-    let kind = |packed: u64| AttentionKind::of_tile(u32::try_from(packed).unwrap_or(u32::MAX));
+    let kind = |packed: u64| {
+        config.kind(AttentionKind::of_tile(
+            u32::try_from(packed).unwrap_or(u32::MAX),
+        ))
+    };
     match shape.uniform {
         // Queries of one length: decodes all, or prefills that run as such. The tile is chosen by that length.
         Some(query_len) => {
@@ -293,9 +298,38 @@ mod tests {
         };
         let short = Launch::captured(&invariant, &shape(8, 64, 16, None), &promise(2, 0, 16));
         assert_eq!(
-            short.lists[1].map(|list| list.kind),
-            Some(AttentionKind::Prefill)
+            short.lists.map(|list| list.map(|list| list.kind)),
+            [Some(AttentionKind::Prefill); 2]
         );
+    }
+
+    #[test]
+    fn one_kernel_serves_every_list_where_results_must_not_depend_on_the_batch() {
+        for family in [Family::FlashAttn, Family::Flashinfer] {
+            let config = GroupConfig {
+                batch_invariant: true,
+                ..testing::group(family)
+            };
+            for (shape, lists) in [
+                (shape(64, 64, 1, Some(1)), 1),
+                (shape(8, 64, 16, None), 2),
+                (shape(8, 512, 512, None), 2),
+            ] {
+                let launch = Launch::captured(&config, &shape, &promise(1, 0, 512));
+                let found: Vec<_> = launch.lists.iter().flatten().collect();
+                assert_eq!(found.len(), lists, "{family:?} {shape:?}");
+                for list in found {
+                    assert_eq!(
+                        (list.kind, list.tile_rows),
+                        (
+                            AttentionKind::Prefill,
+                            config.tile_rows(AttentionKind::Prefill)
+                        ),
+                        "{family:?} {shape:?}"
+                    );
+                }
+            }
+        }
     }
 
     /// The launches of the largest step outside graphs run at every start, so they must fit every device.

@@ -8,8 +8,8 @@
 //! within them.
 //!
 //! Results do not depend on the batch as long as splits, tiles and kernels do not. Splits and tiles are the builder's choice, which
-//! `BuilderConfig::batch_invariant` binds; kernels are chosen by the row's own length where [`GroupConfig::batch_invariant`] is
-//! set.
+//! `BuilderConfig::batch_invariant` binds; one kernel, whose sums do not depend on a query's tile, serves all where
+//! [`GroupConfig::batch_invariant`] is set.
 
 mod config;
 mod flash_attn;

@@ -1,4 +1,4 @@
-//! Five to 64 query rows: rows over the lanes, so that no sum runs across lanes.
+//! Up to 64 query rows, five of them or more worth its while: rows over the lanes, so that no sum runs across lanes.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use super::{
 };
 use crate::cpu::math::{Element, exp, fma};
 
-/// Five to `MAX_ROWS` query rows.
+/// Up to `MAX_ROWS` query rows.
 #[inline(always)]
 pub(super) fn lane_form<E: Element, S: Simd, const FMA: bool, const WIDE: usize>(
     task: &Task<'_, E>,

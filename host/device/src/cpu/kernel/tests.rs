@@ -64,6 +64,7 @@ fn all_builds_agree() {
                     logits_soft_cap: cap,
                     kv_cache_dtype: dtype,
                     block_size: 16,
+                    batch_invariant: false,
                 };
                 let query = noise(q_len * config.num_heads * head_size, 1);
                 let pages: Vec<i32> = (0..10).rev().collect();

@@ -274,7 +274,7 @@ fn eager_lists(
     }
     let list = |need: &PartNeed| -> Result<ListLaunch, PrepareError> {
         let tile = u64::from(need.cta_tile_q).min(need.packed.max(1));
-        let kind = AttentionKind::of_tile(need.cta_tile_q.max(1));
+        let kind = config.kind(AttentionKind::of_tile(need.cta_tile_q.max(1)));
         let rows = config.tile_rows(kind);
         if need.cta_tile_q > rows {
             return Err(PrepareError::Unsupported {
