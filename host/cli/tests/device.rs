@@ -41,6 +41,7 @@ fn what_a_device_does_not_run_is_refused_with_the_remedy() {
     generate(&["--async-scheduling"]).fails(4, &["async_scheduling"]);
     generate(&["--no-async-scheduling"]).succeeds();
     generate(&["--dtype", "float32"]).succeeds();
+    generate(&["--batch-invariant"]).succeeds();
     generate(&["--dtype", "float16"]).fails(4, &["float16"]);
     for device in ["gpu", "cuda:", "cpu:1"] {
         let ran = generate(&["--device", device]);
