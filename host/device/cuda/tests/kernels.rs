@@ -210,7 +210,8 @@ fn a_row_goes_from_its_token_to_the_next() {
     for (&index, &best) in indices.iter().zip(&best) {
         let row = &got[index * HIDDEN..][..HIDDEN];
         let want = (0..HIDDEN).rev().max_by(|&a, &b| row[a].total_cmp(&row[b]));
-        assert_eq!(Some(best as usize), want, "row {index}");
+        let values: Vec<f32> = row.iter().map(|x| x.to_f32()).collect();
+        assert_eq!(Some(best as usize), want, "row {index}: {values:?}");
     }
 }
 
