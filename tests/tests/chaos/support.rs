@@ -91,7 +91,12 @@ pub struct Host {
 
 impl Host {
     pub fn new(family: Family, keeps_faults: bool) -> Host {
-        let sandbox = Sandbox::new(Limits::default()).expect("a sandbox");
+        // Groups come and go here faster than the thread that drops instances follows.
+        let limits = Limits {
+            max_instances: 1024,
+            ..Limits::default()
+        };
+        let sandbox = Sandbox::new(limits).expect("a sandbox");
         let bytes = timetable_reference::chaos(family).expect("a chaos builder");
         let component = sandbox.load(bytes).expect("it loads");
         let faults = keeps_faults.then(|| {
