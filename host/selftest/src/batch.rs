@@ -237,7 +237,7 @@ pub struct Batch {
     pub states: Vec<Vec<f32>>,
     /// Device bytes of the cache.
     pub cache: Vec<u8>,
-    /// fp8 caches: [Hkv] each; else ones.
+    /// fp8 caches: `[Hkv]` each; else ones.
     pub k_scale: Vec<f32>,
     /// As `k_scale`.
     pub v_scale: Vec<f32>,

@@ -57,7 +57,7 @@ pub struct OnDevice {
     pub shape: Shape,
     /// s32 [R + 1]
     pub query_start_loc: DeviceBuffer,
-    /// s32 [R]
+    /// s32 `[R]`
     pub seq_lens: DeviceBuffer,
     /// s32 [R, W]
     pub block_table: DeviceBuffer,

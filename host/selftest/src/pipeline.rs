@@ -82,7 +82,7 @@ pub struct Layer<'a> {
     pub num_blocks: usize,
     /// What bounds a step.
     pub limits: StepLimits,
-    /// f32 [Hkv] each.
+    /// f32 `[Hkv]` each.
     pub scales: (&'a [f32], &'a [f32]),
 }
 

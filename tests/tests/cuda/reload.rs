@@ -19,6 +19,9 @@ const RELOADS: usize = 100;
 /// Steps whose times are compared.
 const STEPS: usize = 400;
 
+/// Requests that decode while the graphs are captured again.
+const DECODES: usize = 256;
+
 fn collect(stream: RequestStream) -> (Vec<u32>, FinishReason) {
     let mut tokens = Vec::new();
     for event in stream {
@@ -117,15 +120,18 @@ fn a_larger_promise_is_captured_beside_the_steps() {
     };
     let config = EngineConfig {
         model_dtype: ModelDtype::Bfloat16,
+        max_num_seqs: DECODES,
+        max_num_batched_tokens: 2048,
         max_model_len: Some(1024),
-        cache_size: CacheSize::Blocks(16 * 64 + 1),
+        cache_size: CacheSize::Blocks(DECODES * 64 + 1),
+        cudagraph_capture_sizes: Some(vec![1, 16, 64, DECODES as u32]),
         builder_options: vec![("splits".to_owned(), "2".to_owned())],
         ..support::config(ordinal)
     };
     let mut engine = support::engine(&config, &path, &component("flash-attn-fixed-split"));
-    for prompt in support::prompts(16, 500) {
+    for prompt in support::prompts(16, 500).iter().cycle().take(DECODES) {
         engine
-            .add_request(greedy(&prompt, 900 - prompt.len()))
+            .add_request(greedy(prompt, 1000 - prompt.len()))
             .expect("the request is taken");
     }
     // One step, in milliseconds.
@@ -164,6 +170,16 @@ fn a_larger_promise_is_captured_beside_the_steps() {
     let stats = engine.stats();
     assert_eq!((stats.failed_steps, stats.fallback_steps), (0, 0));
     let median = sorted(&quiet)[quiet.len() / 2];
+    let slow: Vec<(usize, f64)> = during
+        .iter()
+        .copied()
+        .enumerate()
+        .filter(|(_, ms)| *ms > 1.25 * median)
+        .collect();
+    println!(
+        "slow steps, the new version's first is about {}: {slow:.3?}",
+        during.len() - 40
+    );
     let longest = |times: &[f64]| times.iter().copied().fold(0.0, f64::max);
     println!(
         "recaptured in {took:?}: a step takes {median:.3} ms (longest {:.3}), during the reload {:.3} ms (longest {:.3} of {})",

@@ -176,7 +176,7 @@ fn a_row_goes_from_its_token_to_the_next() {
     }
 
     // Greedy over the rows as if they were logits: the two that the indices name.
-    let indices = [4, 1];
+    let indices: [i32; 2] = [4, 1];
     let d_indices = DeviceBuffer::from_host(device, &indices, "a test").expect("memory");
     let gathered = empty(indices.len() * HIDDEN * 2);
     let best = empty(indices.len() * 4);
@@ -208,7 +208,7 @@ fn a_row_goes_from_its_token_to_the_next() {
     stream.synchronize().expect("no fault");
     let best: Vec<i32> = best.to_host().expect("copied");
     for (&index, &best) in indices.iter().zip(&best) {
-        let row = &got[index * HIDDEN..][..HIDDEN];
+        let row = &got[index as usize * HIDDEN..][..HIDDEN];
         let want = (0..HIDDEN).rev().max_by(|&a, &b| row[a].total_cmp(&row[b]));
         let values: Vec<f32> = row.iter().map(|x| x.to_f32()).collect();
         assert_eq!(Some(best as usize), want, "row {index}: {values:?}");

@@ -3,8 +3,6 @@
 //! Shared between the step thread and the thread that captures graphs on a reload: nothing here changes after the start. It
 //! must never know a batch, nor which graph it is captured into.
 
-use std::ops::Range;
-
 use timetable_device_cuda::{
     CudaError,
     attention::{AttentionIo, GroupConfig, GroupLaunch},
@@ -130,11 +128,6 @@ impl Core {
         }
     }
 
-    /// Pieces of the forward pass: each but the last has a layer's attention behind it.
-    pub(super) fn num_pieces(&self) -> usize {
-        self.forward.num_pieces()
-    }
-
     /// Enqueues everything from the embedding to the final norm, attention included.
     ///
     /// # Safety
@@ -145,27 +138,10 @@ impl Core {
         launches: Launches<'_, '_>,
         tokens: u32,
     ) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
-        unsafe { self.span(stream, launches, tokens, 0..self.num_pieces()) }
-    }
-
-    /// Enqueues some pieces and the attention behind each; before the first piece, the plans.
-    ///
-    /// # Safety
-    /// As [`Core::whole`]; the pieces before have been enqueued.
-    pub(super) unsafe fn span(
-        &self,
-        stream: &Stream,
-        launches: Launches<'_, '_>,
-        tokens: u32,
-        pieces: Range<usize>,
-    ) -> Result<(), CudaError> {
         // SAFETY: the caller's; each layer's attention stands between its pieces.
         unsafe {
-            if pieces.start == 0 {
-                self.plan(stream, launches)?;
-            }
-            for piece in pieces {
+            self.plan(stream, launches)?;
+            for piece in 0..self.forward.num_pieces() {
                 self.forward.piece(stream, piece, tokens)?;
                 if piece < self.layers.len() {
                     self.attend(stream, piece, launches)?;

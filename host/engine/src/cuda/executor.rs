@@ -501,12 +501,10 @@ impl Running {
         let fits = self.steps.replay.iter().all(|fits| *fits == Replay::Fits);
         let full = self.set.find(&graph);
         match (graph.cg_mode, full) {
-            (RuntimeMode::Full, Some(FullExec { parts, .. })) if fits => {
+            (RuntimeMode::Full, Some(FullExec { exec, .. })) if fits => {
                 let _range = nvtx::Range::new("full graph");
                 // SAFETY: what it was captured with is the core's and the set's, which live; the step keeps to the promise.
-                parts
-                    .iter()
-                    .try_for_each(|part| unsafe { self.stream.launch_graph(part) })
+                unsafe { self.stream.launch_graph(exec) }
             }
             (RuntimeMode::Piecewise, _) => {
                 let _range = nvtx::Range::new("piecewise graphs");

@@ -4,11 +4,7 @@
 //! A graph reads persistent buffers only, so it replays whatever step was unpacked last. It was captured with the launch promise
 //! of whoever may build that step's metadata. This module must never know a batch or a builder.
 
-use std::{
-    ops::Range,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Instant};
 
 use timetable_attention::graphs::BatchExecutionDescriptor;
 use timetable_device_cuda::{
@@ -22,16 +18,12 @@ use timetable_types::CaptureShape;
 use super::{core::Core, promises::Promises};
 use crate::executor::capture_shape;
 
-/// Layers of one part of a full graph. To make a graph runnable the driver holds a lock for some microseconds a node, and a
-/// step that launches meanwhile, while a reload captures, waits for it: parts keep that wait to a fraction of a step.
-const PART_LAYERS: usize = 6;
-
-/// A full graph, in parts that are launched one after the other.
+/// A full graph.
 pub(super) struct FullExec {
     pub(super) descriptor: BatchExecutionDescriptor,
     /// What it was captured with, for each attention group.
     pub(super) launches: Vec<Launch>,
-    pub(super) parts: Vec<GraphExec>,
+    pub(super) exec: GraphExec,
 }
 
 /// Full graphs, and the workspaces that they and steps outside graphs run in.
@@ -117,8 +109,8 @@ impl SetPlan {
         (0..groups.len()).map(workspace).collect()
     }
 
-    /// Captures the full graphs on `stream`, on this thread, while other threads run steps, with a `pause` after each part, so
-    /// that a step meets one of them at most. Nothing is allocated between the beginning and the end of a capture.
+    /// Captures the full graphs on `stream`, on this thread, while other threads run steps. Nothing is allocated between the
+    /// beginning and the end of a capture.
     ///
     /// # Errors
     /// What the device says, with the graph.
@@ -127,7 +119,6 @@ impl SetPlan {
         core: &Core,
         workspaces: Vec<Arc<Workspace>>,
         stream: &Stream,
-        pause: Duration,
     ) -> Result<GraphSet, CudaError> {
         let begun = Instant::now();
         let ptrs = core.ptrs();
@@ -140,27 +131,20 @@ impl SetPlan {
                 let (workspace, launch) = (workspaces.get(group)?, launches.get(group)?);
                 Some(GroupLaunch::new(config, workspace, &ptrs, launch))
             };
-            let part = |pieces: Range<usize>| {
-                let captured = stream.capture(CaptureMode::ThreadLocal, |stream| {
-                    // SAFETY: the graph runs on the step's stream only, after the unpacking of a step that keeps to the promise
-                    // and the parts before it, and no longer than this set lives, which keeps the workspaces, or the core, which
-                    // keeps everything else.
-                    unsafe { core.span(stream, &launch, descriptor.num_tokens, pieces) }
-                });
-                let exec = captured.and_then(|captured| runnable(&captured, stream, &mut nodes));
-                std::thread::sleep(pause);
-                exec
-            };
-            let parts: Result<Vec<GraphExec>, CudaError> =
-                parts(core.num_pieces()).map(part).collect();
-            let parts = parts.map_err(|error| {
+            let captured = stream.capture(CaptureMode::ThreadLocal, |stream| {
+                // SAFETY: the graph runs on the step's stream only, after the unpacking of a step that keeps to the promise, and
+                // no longer than this set lives, which keeps the workspaces, or the core, which keeps everything else.
+                unsafe { core.whole(stream, &launch, descriptor.num_tokens) }
+            });
+            let exec = captured.and_then(|captured| runnable(&captured, stream, &mut nodes));
+            let exec = exec.map_err(|error| {
                 let (tokens, reqs) = (descriptor.num_tokens, descriptor.num_reqs.unwrap_or(0));
                 error.about(&format!("the graph of {tokens} tokens in {reqs} requests"))
             })?;
             full.push(FullExec {
                 descriptor,
                 launches,
-                parts,
+                exec,
             });
         }
         if !full.is_empty() {
@@ -180,13 +164,6 @@ impl SetPlan {
             ring: None,
         })
     }
-}
-
-/// The pieces of each part.
-fn parts(num_pieces: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..num_pieces)
-        .step_by(PART_LAYERS)
-        .map(move |first| first..(first + PART_LAYERS).min(num_pieces))
 }
 
 impl GraphSet {
@@ -272,18 +249,4 @@ fn runnable(graph: &Graph, stream: &Stream, nodes: &mut usize) -> Result<GraphEx
 /// most two plans.
 pub(super) fn attention_nodes(num_layers: usize, num_groups: usize) -> usize {
     3 * num_layers + 2 * num_groups
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn parts_cover_every_piece_once_and_in_order() {
-        for num_pieces in [1, PART_LAYERS, PART_LAYERS + 1, 31] {
-            let all: Vec<usize> = parts(num_pieces).flatten().collect();
-            assert_eq!(all, (0..num_pieces).collect::<Vec<_>>());
-            assert!(parts(num_pieces).all(|part| part.len() <= PART_LAYERS && !part.is_empty()));
-        }
-    }
 }

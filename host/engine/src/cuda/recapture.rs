@@ -9,7 +9,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use timetable_attention::MetadataBuilder;
@@ -27,9 +27,6 @@ use super::{
     pack::{holds, upload_ring, upload_size},
     promises::Promises,
 };
-
-/// After each part of a graph that is captured beside running steps: longer than most steps.
-const PAUSE: Duration = Duration::from_millis(3);
 
 /// A set that was replaced, and the mark on the step's stream after which nothing uses it.
 pub(super) struct Retired {
@@ -170,7 +167,7 @@ impl Exchange {
         } else {
             (Some(upload_ring(&recapture.device, needed)?), needed)
         };
-        let set = plan.capture(core, workspaces, &recapture.stream, PAUSE)?;
+        let set = plan.capture(core, workspaces, &recapture.stream)?;
         Ok((GraphSet { ring, ..set }, upload))
     }
 }

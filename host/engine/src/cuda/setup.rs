@@ -3,7 +3,7 @@
 //!
 //! It must never know a step.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use timetable_device_cuda::{
     CudaError,
@@ -234,7 +234,7 @@ pub(super) fn start(
     }
     let before = device.memory()?.free as u64;
     let piecewise = PiecewiseGraphs::capture(&core, &plan.piecewise, &stream)?;
-    let set = set_plan.capture(&core, workspaces, &stream, Duration::ZERO)?;
+    let set = set_plan.capture(&core, workspaces, &stream)?;
     let after = device.memory()?;
     let taken = before.saturating_sub(after.free as u64);
     if taken > estimate {
