@@ -323,6 +323,10 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader ||
 ./timetable selftest --device cuda
 for test in tests/*; do
     [ -x "$test" ] || continue
+    if [ "$test" = tests/cuda ] && [ -z "${TIMETABLE_TESTS_DIR:-}" ]; then
+        echo "tests/cuda is left out: set TIMETABLE_TESTS_DIR to a copy of the repository's tests directory" >&2
+        continue
+    fi
     "$test"
 done
 "#;
@@ -342,7 +346,8 @@ brings along), or that of the directories in TIMETABLE_CUDA_LIBRARY_PATH. Nothin
 
 timetable    the program; its kernels and its metadata builders are in it
 components/  the metadata builders as files, for `timetable reload` and --builder
-tests/       tests that need a GPU, where the bundle was made with them
+tests/       tests that need a GPU, where the bundle was made with them; tests/cuda reads the models and vectors of the
+             repository's tests directory, which TIMETABLE_TESTS_DIR names, and the default model in TIMETABLE_MODEL_DIR
 {SUMS}   of every other file
 "
     )
