@@ -13,8 +13,10 @@ use std::sync::Arc;
 
 use timetable_attention::{
     BuildFault, Grant, MetadataBuilder, Refusal, StepInputs, Verifier, VerifyContext,
-    batch::capture_batch, graphs::BatchExecutionDescriptor, group::AttentionGroup, plain_builder,
-    verify_step,
+    batch::capture_batch,
+    graphs::{BatchExecutionDescriptor, covering},
+    group::AttentionGroup,
+    plain_builder, verify_step,
 };
 use timetable_sandbox::{Acceptance, GroupBuilder, GroupSetup, ReloadHandle, Sandbox};
 use timetable_types::{
@@ -25,7 +27,7 @@ use timetable_types::{
 use crate::{
     batch::NoSlot,
     config::{BuilderSource, EngineError},
-    executor::{Executor, Unprepared, covering, eager_shape},
+    executor::{Executor, Unprepared, eager_shape},
     timings::{Lap, StepTimings},
 };
 

@@ -141,19 +141,6 @@ pub struct GraphPlan {
     pub eager: Vec<LaunchPromise>,
 }
 
-/// The smallest promise that covers both.
-pub(crate) fn covering(a: &LaunchPromise, b: &LaunchPromise) -> LaunchPromise {
-    LaunchPromise {
-        max_num_splits: a.max_num_splits.max(b.max_num_splits),
-        max_work_items: a.max_work_items.max(b.max_work_items),
-        scratch_bytes: a.scratch_bytes.max(b.scratch_bytes),
-        max_query_len: a.max_query_len.max(b.max_query_len),
-        uniform_query_len: a
-            .uniform_query_len
-            .filter(|_| a.uniform_query_len == b.uniform_query_len),
-    }
-}
-
 /// The shape whose launch promise a full graph is captured with.
 pub fn capture_shape(graph: &BatchExecutionDescriptor) -> CaptureShape {
     CaptureShape {

@@ -11,7 +11,9 @@ use std::{
     time::Instant,
 };
 
-use timetable_attention::{BuildFault, FaultKind, MetadataBuilder, VerifyContext};
+use timetable_attention::{
+    BuildFault, FaultKind, MetadataBuilder, VerifyContext, graphs::covering,
+};
 use timetable_types::{
     BuilderConfig, BuilderInfo, CaptureShape, CommonAttentionMetadata, Family, LaunchPromise,
     Metadata,
@@ -333,15 +335,7 @@ impl GroupBuilder {
             return Ok(plain);
         };
         match instance.launch_promise(shape) {
-            Ok(promise) => Ok(LaunchPromise {
-                max_num_splits: promise.max_num_splits.max(plain.max_num_splits),
-                max_work_items: promise.max_work_items.max(plain.max_work_items),
-                scratch_bytes: promise.scratch_bytes.max(plain.scratch_bytes),
-                max_query_len: promise.max_query_len.max(plain.max_query_len),
-                uniform_query_len: promise
-                    .uniform_query_len
-                    .filter(|_| promise.uniform_query_len == plain.uniform_query_len),
-            }),
+            Ok(promise) => Ok(covering(&promise, &plain)),
             Err(fault) => {
                 let instance_calls = instance.calls();
                 let call = BuilderCall::LaunchPromise(shape.clone());

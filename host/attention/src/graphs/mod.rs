@@ -13,7 +13,7 @@ pub use explain::{
     ConfigFacts, Explanation, GroupSupport, Outcome, apply_config_overrides, explain,
 };
 pub use modes::{GraphModes, WeakestSupport, support_name, weakest_support};
-pub use promise::{CapturedGraph, PromiseError, promise_fits};
+pub use promise::{CapturedGraph, PromiseError, covering, promise_fits};
 pub use resolve::{
     ChangeLevel, MambaBlocks, ModeChange, ResolveError, ResolveFailure, ResolveInput, Resolved,
     resolve_cudagraph_mode_and_sizes,

@@ -29,6 +29,20 @@ pub struct PromiseError {
     pub captured: u64,
 }
 
+/// The smallest promise that covers both.
+#[must_use]
+pub fn covering(a: &LaunchPromise, b: &LaunchPromise) -> LaunchPromise {
+    LaunchPromise {
+        max_num_splits: a.max_num_splits.max(b.max_num_splits),
+        max_work_items: a.max_work_items.max(b.max_work_items),
+        scratch_bytes: a.scratch_bytes.max(b.scratch_bytes),
+        max_query_len: a.max_query_len.max(b.max_query_len),
+        uniform_query_len: a
+            .uniform_query_len
+            .filter(|_| a.uniform_query_len == b.uniform_query_len),
+    }
+}
+
 /// Does a graph captured under `captured` stay valid for a builder that promises `offered`? All bounds must be within it, and a
 /// graph of uniform queries keeps its query length.
 ///

@@ -5,11 +5,11 @@
 
 use timetable_attention::{
     BuildFault, MetadataBuilder,
-    graphs::{BatchExecutionDescriptor, promise_fits},
+    graphs::{BatchExecutionDescriptor, covering, promise_fits},
 };
 use timetable_types::{CaptureShape, LaunchPromise};
 
-use crate::executor::{FullGraph, GraphPlan, capture_shape, covering};
+use crate::executor::{FullGraph, GraphPlan, capture_shape};
 
 /// Promises of every full graph and of the largest step outside graphs, for each attention group.
 #[derive(Clone, Debug, PartialEq)]
