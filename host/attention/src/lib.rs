@@ -12,6 +12,7 @@ pub mod graphs;
 pub mod group;
 pub mod kernel_block;
 pub mod layout;
+pub mod meaning;
 mod plain;
 pub mod report;
 mod resolve;

@@ -60,12 +60,12 @@ impl VerifyContext<'_> {
         self.common.num_reqs as usize
     }
 
-    fn dcp(&self) -> Dcp {
+    pub(crate) fn dcp(&self) -> Dcp {
         Dcp::of(self.config)
     }
 
     /// The lengths that the host vouches for: at least the true ones.
-    fn lens(&self) -> &[i32] {
+    pub(crate) fn lens(&self) -> &[i32] {
         let bound = &self.common.seq_lens_cpu_upper_bound;
         if bound.len() == self.rows() {
             bound

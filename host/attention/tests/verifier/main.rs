@@ -4,6 +4,7 @@
 mod clever;
 mod flash_attn_fields;
 mod flashinfer_fields;
+mod meaning;
 mod mutations;
 mod plain;
 mod step_fields;
