@@ -18,7 +18,10 @@ use timetable_attention::{
     group::AttentionGroup,
     plain_builder, verify_step,
 };
-use timetable_sandbox::{Acceptance, GroupBuilder, GroupSetup, ReloadHandle, Sandbox};
+use timetable_sandbox::{
+    Acceptance, GroupBuilder, GroupSetup, ObservedStep, ReloadHandle, Sandbox, StepMetadata,
+    StepObserver,
+};
 use timetable_types::{
     BuilderConfig, BuilderInfo, CaptureShape, CommonAttentionMetadata, Family, LaunchPromise,
     Metadata,
@@ -82,6 +85,8 @@ pub(crate) struct Attention {
     /// Kernel blocks of the cache.
     num_blocks: usize,
     plan: AttentionPlan,
+    /// Is told of every step that a sandboxed slot served.
+    observer: Option<Box<dyn StepObserver>>,
 }
 
 /// What a step's builders did.
@@ -121,12 +126,18 @@ impl Attention {
             groups,
             num_blocks: 1,
             plan,
+            observer: None,
         })
     }
 
     /// The cache has so many of the kernels' blocks.
     pub(crate) fn set_num_blocks(&mut self, num_blocks: usize) {
         self.num_blocks = num_blocks;
+    }
+
+    /// From here on, `observer` is told of every step that a sandboxed slot served.
+    pub(crate) fn set_observer(&mut self, observer: Option<Box<dyn StepObserver>>) {
+        self.observer = observer;
     }
 
     /// What each group's builder promises for steps of `shape`, whoever builds them.
@@ -243,13 +254,21 @@ impl Attention {
                 verify_ns: Cell::new(0),
                 prepare_ns: Cell::new(0),
             };
-            outcome.fell_back |=
-                builder
-                    .build(&accepting, &context, timings)
-                    .map_err(|message| StepError::Metadata {
-                        group: name.clone(),
-                        message,
-                    })?;
+            let built = builder
+                .build(&accepting, &context, timings)
+                .map_err(|message| StepError::Metadata {
+                    group: name.clone(),
+                    message,
+                })?;
+            outcome.fell_back |= built.fell_back;
+            if let (Some(observer), Some(built)) = (&mut self.observer, built.served) {
+                observer.observe(ObservedStep {
+                    slot: name,
+                    tenant: None,
+                    context: &context,
+                    built,
+                });
+            }
         }
         Ok(outcome)
     }
@@ -292,6 +311,14 @@ impl Group {
     }
 }
 
+/// What became of a group's step.
+struct Built {
+    /// The plain builder had to step in.
+    fell_back: bool,
+    /// What the sandboxed slot served with.
+    served: Option<StepMetadata>,
+}
+
 /// Who takes a group's metadata, and how long that took.
 struct Accepting<'a> {
     group: usize,
@@ -317,22 +344,30 @@ impl Accepting<'_> {
 }
 
 impl StepBuilder {
-    /// Has accepted metadata. Returns whether the plain builder had to step in; else what both did wrong.
+    /// Has accepted metadata; else what both builders did wrong.
     fn build(
         &mut self,
         accepting: &Accepting<'_>,
         context: &VerifyContext<'_>,
         timings: &mut StepTimings,
-    ) -> Result<bool, String> {
+    ) -> Result<Built, String> {
         let accept = |metadata: &Metadata| accepting.accept(metadata, context);
         let mut lap = Lap::start();
         let built = match self {
             StepBuilder::Sandboxed(builder) => builder
                 .build_in_context(context, false, accept)
-                .map(|built| built.fault.is_some())
+                .map(|served| Built {
+                    fell_back: served.fault.is_some(),
+                    served: Some(served),
+                })
                 .map_err(|error| error.to_string()),
             StepBuilder::Native { builder, plain } => {
-                native_or_plain(&mut **builder, &mut **plain, context.common, accept)
+                native_or_plain(&mut **builder, &mut **plain, context.common, accept).map(
+                    |fell_back| Built {
+                        fell_back,
+                        served: None,
+                    },
+                )
             }
         };
         let (verify_ns, prepare_ns) = (accepting.verify_ns.get(), accepting.prepare_ns.get());

@@ -16,7 +16,7 @@ use timetable_attention::{
     group::AttentionGroup,
     report::StartupReport,
 };
-use timetable_sandbox::{ReloadHandle, Sandbox};
+use timetable_sandbox::{ReloadHandle, Sandbox, StepObserver};
 use timetable_types::BuilderInfo;
 
 use crate::{
@@ -284,6 +284,11 @@ impl Engine {
     /// One step at a time is in flight meanwhile.
     pub fn set_logits_observer(&mut self, observer: Option<LogitsObserver>) {
         self.observer = observer;
+    }
+
+    /// From here on, `observer` is told of every step that a sandboxed slot served, on the thread that runs steps.
+    pub fn set_step_observer(&mut self, observer: Option<Box<dyn StepObserver>>) {
+        self.attention.set_observer(observer);
     }
 
     /// Is there nothing to do?

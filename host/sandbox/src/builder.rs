@@ -30,6 +30,8 @@ pub struct WasmBuilder {
     version: ContentHash,
     component: ContentHash,
     calls_begun: u64,
+    /// What the last call was given.
+    fuel: u64,
     dead: bool,
 }
 
@@ -101,6 +103,7 @@ impl WasmBuilder {
             component: component.hash(),
             sandbox,
             calls_begun: 0,
+            fuel: 0,
             dead: false,
         })
     }
@@ -147,6 +150,11 @@ impl WasmBuilder {
         self.store.get_fuel().unwrap_or(0)
     }
 
+    /// Fuel that the last call used.
+    pub fn fuel_used(&self) -> u64 {
+        self.fuel.saturating_sub(self.fuel_left())
+    }
+
     fn guarded<T>(
         &mut self,
         fuel: u64,
@@ -165,6 +173,7 @@ impl WasmBuilder {
                 message,
             })?;
         self.calls_begun += 1;
+        self.fuel = fuel;
         call(&*self.calls, &mut self.store, self.this).map_err(|error| {
             self.dead = true;
             let (kind, message) = fault::classify(&error, self.store.data(), self.sandbox.limits());

@@ -8,7 +8,7 @@ use std::{
     borrow::Cow,
     fmt,
     sync::{Arc, atomic::Ordering::Relaxed},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use timetable_attention::{
@@ -21,7 +21,7 @@ use timetable_types::{
 
 use crate::{
     BuilderCall, Component, FaultPolicy, GroupState, OnFault, ReloadError, ReloadHandle, Sandbox,
-    WasmBuilder,
+    VersionHandle, WasmBuilder,
     policy::{Standing, Verdict},
     reload, rerun,
     shared::{Evidence, Finding, Ready, Retired, Shared, Version},
@@ -79,6 +79,12 @@ pub struct StepMetadata {
     pub built_by: BuiltBy,
     /// What the component did wrong in this very step, if it did.
     pub fault: Option<BuildFault>,
+    /// The version that was asked in this step, whether it served or faulted. None: the plain builder was asked alone.
+    pub version: Option<VersionHandle>,
+    /// How long the call took whose metadata this is.
+    pub build_time: Duration,
+    /// Fuel of the component's call, where it was asked; 0 elsewhere.
+    pub fuel: u64,
 }
 
 /// A step without metadata: its requests fail with this error, the process lives.
@@ -391,6 +397,8 @@ impl GroupBuilder {
         };
 
         let mut fault = None;
+        let mut asked = None;
+        let mut fuel = 0;
         if self.may_serve(is_step)
             && let Some(current) = &mut self.current
             && let Some(instance) = &mut current.instance
@@ -399,6 +407,8 @@ impl GroupBuilder {
             let built = call.on(instance, batch.common);
             let elapsed = start.elapsed();
             let instance_calls = instance.calls();
+            fuel = instance.fuel_used();
+            let version = VersionHandle(current.version.clone());
             let within = !is_step || current.standing.pay(elapsed, &policy.build_budget);
             let (seen, metadata) = match built {
                 Some(Ok(metadata)) if !within => (overspent(elapsed, &policy), Some(metadata)),
@@ -411,6 +421,9 @@ impl GroupBuilder {
                             metadata,
                             built_by: BuiltBy::Component,
                             fault: None,
+                            version: Some(version),
+                            build_time: elapsed,
+                            fuel,
                         });
                     }
                     Err(refusal) => (refused(refusal), Some(metadata)),
@@ -429,6 +442,7 @@ impl GroupBuilder {
                 }),
             );
             fault = Some(seen);
+            asked = Some(version);
         }
 
         // To decline a batch is no fault, so that no policy is asked.
@@ -444,7 +458,10 @@ impl GroupBuilder {
                 policy: policy.on_fault,
             });
         }
-        let plain = match call.on(&mut *self.plain, batch.common) {
+        let start = Instant::now();
+        let built = call.on(&mut *self.plain, batch.common);
+        let build_time = start.elapsed();
+        let plain = match built {
             Some(Ok(metadata)) => match verify(&metadata) {
                 Ok(()) => {
                     if is_step {
@@ -454,6 +471,9 @@ impl GroupBuilder {
                         metadata,
                         built_by: BuiltBy::Plain,
                         fault,
+                        version: asked,
+                        build_time,
+                        fuel,
                     });
                 }
                 Err(refusal) => refused(refusal),
@@ -477,7 +497,7 @@ impl GroupBuilder {
         call: &BuilderCall<'_>,
         batch: &Batch<'_>,
         metadata: &Metadata,
-        elapsed: std::time::Duration,
+        elapsed: Duration,
         instance_calls: u64,
         policy: &FaultPolicy,
     ) {
@@ -610,7 +630,7 @@ impl GroupBuilder {
 }
 
 #[cold]
-fn overspent(elapsed: std::time::Duration, policy: &FaultPolicy) -> BuildFault {
+fn overspent(elapsed: Duration, policy: &FaultPolicy) -> BuildFault {
     let budget = &policy.build_budget;
     BuildFault::Fault {
         kind: FaultKind::BuildBudget,

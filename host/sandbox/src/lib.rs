@@ -6,6 +6,7 @@
 //!   builder that serves whenever the component does not. Its [`ReloadHandle`] replaces the version while requests run.
 //! - [`FaultPolicy`] says what is done about faults; a [`FaultDir`] keeps each as a [`FaultBundle`] that another machine replays.
 //! - [`StateDir`] keeps components by content, and what is active, across restarts; [`CodeCache`] keeps compiled code.
+//! - A [`StepObserver`] is told of every served step.
 //!
 //! The crate is useful without Timetable's engine; `examples/02_embed_sandbox.rs` shows how. It must never know what a
 //! family's metadata means (that is `timetable-attention`'s), and never a device.
@@ -25,6 +26,7 @@ mod load;
 mod mailbox;
 pub mod measure;
 mod metrics;
+mod observe;
 mod owned_dir;
 mod policy;
 mod probe;
@@ -43,6 +45,7 @@ pub use builder::WasmBuilder;
 pub use bundle::{
     Again, BundleError, BundleFigures, BundleLimits, FaultBundle, FaultDir, FaultHeader,
     MAX_BUNDLE_BYTES, Outcome, Replay, ReplayError, SeenFault, StepRecord, WrittenBy,
+    limits_for_replay,
 };
 pub use cache::CodeCache;
 pub use call::BuilderCall;
@@ -50,7 +53,8 @@ pub use group::{Acceptance, BuiltBy, GroupBuilder, GroupSetup, StepError, StepMe
 pub use limits::Limits;
 pub use load::{Component, LoadError};
 pub use metrics::{LatencyHistogram, RunningSummary, Summary, chosen};
-pub use owned_dir::DirError;
+pub use observe::{ObservedStep, StepObserver, VersionHandle};
+pub use owned_dir::{Access, DirError, OwnedDir};
 pub use policy::{BuildBudget, FaultPolicy, OnFault};
 pub use probe::probe_steps;
 pub use reload::{ReloadError, ReloadHandle, version_of};

@@ -74,8 +74,8 @@ pub enum DirError {
 }
 
 /// Who may enter the directory besides its owner.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Access {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
     /// Nobody: mode 0700.
     Private,
     /// Others may read, but not write.
@@ -84,18 +84,18 @@ pub(crate) enum Access {
 
 /// A directory that was checked, by path.
 #[derive(Debug)]
-pub(crate) struct OwnedDir {
+pub struct OwnedDir {
     what: &'static str,
     path: PathBuf,
 }
 
 impl OwnedDir {
-    /// Makes `path` (mode 0700) if it is not there, and checks that it is this user's own.
-    pub(crate) fn open(
-        what: &'static str,
-        path: &Path,
-        access: Access,
-    ) -> Result<OwnedDir, DirError> {
+    /// Makes `path` (mode 0700) if it is not there, and checks that it is this user's own. `what` names it in errors.
+    ///
+    /// # Errors
+    /// If it belongs to another user, may be entered or written by others than `access` says, is a link or a file, or cannot be
+    /// made.
+    pub fn open(what: &'static str, path: &Path, access: Access) -> Result<OwnedDir, DirError> {
         let io_error = |error| DirError::Io {
             what,
             path: path.to_owned(),
@@ -149,7 +149,8 @@ impl OwnedDir {
         })
     }
 
-    pub(crate) fn path(&self) -> &Path {
+    /// Where it is.
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
@@ -220,7 +221,10 @@ impl OwnedDir {
     }
 
     /// A lock that lasts as long as the returned file.
-    pub(crate) fn lock(&self) -> Result<File, DirError> {
+    ///
+    /// # Errors
+    /// If another process has it, or the lock's file cannot be made.
+    pub fn lock(&self) -> Result<File, DirError> {
         let path = self.path.join("lock");
         let error = |error| DirError::Io {
             what: self.what,

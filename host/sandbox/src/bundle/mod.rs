@@ -18,7 +18,7 @@ use sha2::{Digest, Sha256};
 use timetable_attention::{BuildFault, FaultKind};
 use timetable_types::{BuilderConfig, CommonAttentionMetadata, Family, Metadata};
 
-pub use replay::{Outcome, Replay, ReplayError};
+pub use replay::{Outcome, Replay, ReplayError, limits_for_replay};
 pub use step::StepRecord;
 pub(crate) use store::BundleWriter;
 pub use store::{BundleFigures, BundleLimits, FaultDir};
@@ -79,7 +79,8 @@ pub struct SeenFault {
 }
 
 impl SeenFault {
-    pub(crate) fn of(fault: &BuildFault) -> SeenFault {
+    /// As the sandbox, or the verifier, said it.
+    pub fn of(fault: &BuildFault) -> SeenFault {
         match fault {
             BuildFault::Declined(error) => SeenFault {
                 kind: FaultKind::Declined,

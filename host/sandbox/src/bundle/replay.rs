@@ -284,10 +284,10 @@ impl FaultBundle {
     }
 }
 
-/// The bundle's limits, cut to what a stranger's component gets here.
-fn cut(limits: &Limits) -> (Limits, Vec<String>) {
-    let cut = Limits {
-        max_instances: 2,
+/// The limits that a file asks for, cut to what a stranger's component gets here, with `max_instances`.
+pub fn limits_for_replay(limits: &Limits, max_instances: u32) -> Limits {
+    Limits {
+        max_instances,
         max_memory_bytes: limits.max_memory_bytes.min(MAX_MEMORY),
         memory_reservation_bytes: limits.memory_reservation_bytes.min(MAX_MEMORY as u64),
         fuel_per_call: limits.fuel_per_call.min(MAX_FUEL),
@@ -301,7 +301,12 @@ fn cut(limits: &Limits) -> (Limits, Vec<String>) {
         max_wasm_stack_bytes: limits.max_wasm_stack_bytes.min(1 << 20),
         max_component_bytes: limits.max_component_bytes.min(256 << 20),
         max_table_elements: limits.max_table_elements.min(1 << 20),
-    };
+    }
+}
+
+/// The bundle's limits, cut.
+fn cut(limits: &Limits) -> (Limits, Vec<String>) {
+    let cut = limits_for_replay(limits, 2);
     let asked = Limits {
         max_instances: cut.max_instances,
         ..limits.clone()

@@ -1,4 +1,4 @@
-//! A step's own tensors, as a bundle keeps them: of the block table only the columns that a length reaches, for no rule looks at
+//! A step's own tensors, as bundles and recordings keep them: of the block table only the columns that a length reaches, for no rule looks at
 //! the others.
 //!
 //! Must never know: what a builder made of the step.
@@ -11,7 +11,7 @@ use timetable_types::{BuilderConfig, CommonAttentionMetadata, KvCacheSpecKind, L
 const MAX_TABLE: u64 = 1 << 26;
 
 /// The tensors of one step, and the bounds that they are verified with. R rows, T tokens, W columns.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StepRecord {
     /// `s32 [R + 1]`
@@ -50,52 +50,58 @@ pub struct StepRecord {
 
 impl StepRecord {
     /// A copy of what `context` refers to. None if it takes more than `max_bytes`.
-    pub(crate) fn of(context: &VerifyContext<'_>, max_bytes: usize) -> Option<StepRecord> {
+    pub fn of(context: &VerifyContext<'_>, max_bytes: usize) -> Option<StepRecord> {
+        let mut record = StepRecord::default();
+        record.fill(context, max_bytes).then_some(record)
+    }
+
+    /// As [`StepRecord::of`], into the memory of a record that is used again. False, and nothing useful in it, if the copy
+    /// would take more than `max_bytes`.
+    pub fn fill(&mut self, context: &VerifyContext<'_>, max_bytes: usize) -> bool {
         let inputs = context.inputs;
         let table = &inputs.block_table;
-        let rows = table.rows();
-        let columns: Vec<u32> = (0..rows).map(|row| columns(context, row)).collect();
-        let kept: u64 = columns.iter().map(|columns| u64::from(*columns)).sum();
+        self.columns.clear();
+        self.columns
+            .extend((0..table.rows()).map(|row| columns(context, row)));
+        let kept: u64 = self.columns.iter().map(|columns| u64::from(*columns)).sum();
         let bytes = 4 * kept as usize
             + 8 * (inputs.slot_mapping.len() + inputs.positions.len())
             + 4 * (inputs.query_start_loc.len() + 7 * inputs.seq_lens.len());
         if bytes > max_bytes {
-            return None;
+            return false;
         }
-        let mut blocks = Vec::with_capacity(kept as usize);
-        for (row, columns) in columns.iter().enumerate() {
-            blocks.extend_from_slice(&table.row(row)[..*columns as usize]);
+        self.blocks.clear();
+        for (row, columns) in self.columns.iter().enumerate() {
+            self.blocks
+                .extend_from_slice(&table.row(row)[..*columns as usize]);
         }
-        let copy = |values: Option<&[i32]>| values.map(<[i32]>::to_vec);
-        Some(StepRecord {
-            query_start_loc: inputs.query_start_loc.to_vec(),
-            seq_lens: inputs.seq_lens.to_vec(),
-            block_table_width: u32::try_from(table.width).unwrap_or(u32::MAX),
-            columns,
-            blocks,
-            slot_mapping: inputs.slot_mapping.to_vec(),
-            positions: inputs.positions.to_vec(),
-            causal: copy(inputs.causal),
-            dcp_local_seq_lens: copy(inputs.dcp_local_seq_lens),
-            encoder_seq_lens: copy(inputs.encoder_seq_lens),
-            logits_indices_padded: copy(inputs.logits_indices_padded),
-            rswa_prefix_lens: copy(inputs.rswa_prefix_lens),
-            extras: inputs
-                .extras
-                .iter()
-                .map(|(name, data)| ((*name).to_owned(), data.to_vec()))
-                .collect(),
-            num_blocks: context.num_blocks,
-            grant: context.grant,
-            promise: context.promise.cloned(),
-        })
+        copy(&mut self.query_start_loc, inputs.query_start_loc);
+        copy(&mut self.seq_lens, inputs.seq_lens);
+        copy(&mut self.slot_mapping, inputs.slot_mapping);
+        copy(&mut self.positions, inputs.positions);
+        self.block_table_width = u32::try_from(table.width).unwrap_or(u32::MAX);
+        // What few steps have.
+        let owned = |values: Option<&[i32]>| values.map(<[i32]>::to_vec);
+        self.causal = owned(inputs.causal);
+        self.dcp_local_seq_lens = owned(inputs.dcp_local_seq_lens);
+        self.encoder_seq_lens = owned(inputs.encoder_seq_lens);
+        self.logits_indices_padded = owned(inputs.logits_indices_padded);
+        self.rswa_prefix_lens = owned(inputs.rswa_prefix_lens);
+        let extras = inputs.extras.iter();
+        self.extras = extras
+            .map(|(name, data)| ((*name).to_owned(), data.to_vec()))
+            .collect();
+        self.num_blocks = context.num_blocks;
+        self.grant = context.grant;
+        self.promise = context.promise.cloned();
+        true
     }
 
     /// The block table: `s32 [R, W]`, 0 where nothing was kept.
     ///
     /// # Errors
     /// If the record contradicts itself, or the table would be larger than is rebuilt.
-    pub(crate) fn table(&self) -> Result<Vec<i32>, String> {
+    pub fn table(&self) -> Result<Vec<i32>, String> {
         let (rows, width) = (self.columns.len(), self.block_table_width as usize);
         let entries = rows as u64 * width as u64;
         if entries > MAX_TABLE {
@@ -120,7 +126,10 @@ impl StepRecord {
     }
 
     /// What metadata for the step is verified against.
-    pub(crate) fn with_context<R>(
+    ///
+    /// # Errors
+    /// As [`StepRecord::table`].
+    pub fn with_context<R>(
         &self,
         config: &BuilderConfig,
         common: &CommonAttentionMetadata,
@@ -157,6 +166,11 @@ impl StepRecord {
             num_blocks: self.num_blocks,
         }))
     }
+}
+
+fn copy<T: Copy>(into: &mut Vec<T>, from: &[T]) {
+    into.clear();
+    into.extend_from_slice(from);
 }
 
 /// Columns of `row` that some length of the step reaches.
