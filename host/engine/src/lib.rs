@@ -3,7 +3,7 @@
 //! - [`engine::Engine`] is the step loop; [`handle::EngineHandle`] runs one on a thread of its own.
 //! - [`scheduler`], [`kv`] and [`batch`] make each step's rows, blocks and host tensors.
 //! - [`AttentionPlan`] puts the rule book's questions: backend, groups, block sizes; `startup` the rest, and reports.
-//! - [`executor`] is what the step loop asks of a device; [`cpu`] answers on the host.
+//! - [`executor`] is what the step loop asks of a device; [`cpu`] answers on the host, [`simulated`] computes nothing.
 //! - `attention` holds each attention group's builder and verifier, whatever the device.
 //! - [`model`], [`tokenizer`], [`chat`] and [`sampling`] are everything that is not attention.
 //!
@@ -26,6 +26,7 @@ pub mod request;
 pub mod runner;
 pub mod sampling;
 pub mod scheduler;
+pub mod simulated;
 mod startup;
 pub mod timings;
 pub mod tokenizer;
@@ -40,4 +41,5 @@ pub use executor::Executor;
 pub use handle::{EngineHandle, RequestEvent, RequestStream};
 pub use output::{FinishReason, GenerationRequest, RequestError, RequestId, StepOutput};
 pub use runner::ModelRunner;
+pub use simulated::SimulatedExecutor;
 pub use timings::{EngineStats, StepTimings};
