@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 
+use timetable_provenance::Source;
+
 use crate::device::DeviceArg;
 
 const EXIT_CODES: &str = "\
@@ -40,6 +42,7 @@ Examples:
     #[command(after_help = "\
 Examples:
   timetable reload FLASH_ATTN target/guests/flash-attn-fixed-split.wasm
+  timetable reload FLASH_ATTN oci://ghcr.io/me/builder@sha256:… --signature builder.wasm.minisig
   timetable rollback FLASH_ATTN")]
     Reload(Reload),
 
@@ -224,9 +227,13 @@ pub struct AttentionArgs {
     #[arg(long, value_name = "NAME", default_value = "FLASH_ATTN")]
     pub attention_backend: String,
 
-    /// A component for a backend instead of the embedded one, as BACKEND=PATH
+    /// A component for a backend instead of the embedded one, as BACKEND=PATH or BACKEND=oci://REGISTRY/REPOSITORY@sha256:…
     #[arg(long, value_name = "BACKEND=PATH", value_parser = key_value)]
     pub builder: Vec<(String, String)>,
+
+    /// The detached signature of --builder's component [default: PATH.minisig or PATH.sig, if there is one]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "builder")]
+    pub builder_signature: Option<PathBuf>,
 
     /// An option of the builder's own, as KEY=VALUE; part of its version
     #[arg(long, value_name = "KEY=VALUE", value_parser = key_value)]
@@ -322,6 +329,25 @@ pub struct HostArgs {
     /// Mark the parts of each step for a profiler of NVIDIA's (NVTX ranges), where its library is installed
     #[arg(long)]
     pub nvtx: bool,
+
+    #[command(flatten)]
+    pub trust: TrustArgs,
+}
+
+/// Which components may run. Those in this program are part of it and always may.
+#[derive(Clone, Debug, Default, Args)]
+pub struct TrustArgs {
+    /// Run only components that this key signed: the file of a minisign or ed25519 public key; may be given several times
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub trusted_key: Vec<PathBuf>,
+
+    /// Run only components whose SHA-256 is in this file, as `sha256sum` prints it; with --trusted-key, either is enough
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub allow_hashes: Vec<PathBuf>,
+
+    /// With --allow-hashes and --trusted-key: require both
+    #[arg(long, requires = "trusted_key")]
+    pub require_signature: bool,
 }
 
 #[derive(Debug, Args)]
@@ -329,9 +355,13 @@ pub struct Reload {
     /// FLASH_ATTN, FLASHINFER
     pub backend: String,
 
-    /// The component
+    /// The component: a path, or oci://REGISTRY/REPOSITORY@sha256:…
     #[arg(value_name = "PATH", value_hint = ValueHint::FilePath)]
-    pub path: PathBuf,
+    pub source: Source,
+
+    /// Its detached signature [default: PATH.minisig or PATH.sig, if there is one]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub signature: Option<PathBuf>,
 
     #[command(flatten)]
     pub admin: AdminArgs,

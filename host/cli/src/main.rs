@@ -6,6 +6,7 @@ mod cli;
 mod commands;
 mod device;
 mod exit;
+mod provenance;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;

@@ -6,7 +6,7 @@ use std::fmt;
 
 use ed25519_dalek::VerifyingKey;
 use ed25519_dalek::pkcs8::DecodePublicKey;
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::signature::Signature;
 use crate::text;
@@ -51,7 +51,7 @@ const SPKI_PREFIX: [u8; 12] = [
 
 impl TrustedKey {
     /// Reads a key from text: a minisign public key or its file; an ed25519 key as PEM, or in base64 (32 bytes, or
-    /// SubjectPublicKeyInfo) or hexadecimal. Lines that begin with `#` are comments.
+    /// SubjectPublicKeyInfo) or hexadecimal; or what it displays as. Lines that begin with `#` are comments.
     ///
     /// # Errors
     /// See [`KeyError`].
@@ -71,6 +71,10 @@ impl TrustedKey {
         let (Some(line), None) = (lines.next(), lines.next()) else {
             return Err(KeyError::Form(text::shown(text)));
         };
+        let line = line
+            .strip_prefix("minisign:")
+            .or_else(|| line.strip_prefix("ed25519:"))
+            .unwrap_or(line);
         if let Ok(key) = minisign_verify::PublicKey::from_base64(line) {
             return Ok(TrustedKey(Kind::Minisign(Box::new(key), line.to_owned())));
         }
@@ -119,6 +123,12 @@ impl fmt::Display for TrustedKey {
                     .try_for_each(|byte| write!(f, "{byte:02x}"))
             }
         }
+    }
+}
+
+impl Serialize for TrustedKey {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
     }
 }
 

@@ -41,7 +41,7 @@ impl Require {
 ///
 /// Default: nothing is required, no keys, no hashes. A check costs a SHA-256 of the component and one signature
 /// verification for each key, on the thread that loads it, never on the step thread.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ProvenancePolicy {
     /// What must vouch for a component: `none`, `signature`, `allow-list`, `either`, `both`.

@@ -44,6 +44,14 @@ enum Signed {
 }
 
 impl Evidence {
+    /// Of a content that came without a signature.
+    pub fn unsigned(content: Digest) -> Evidence {
+        Evidence {
+            content,
+            signed: Signed::No,
+        }
+    }
+
     /// The trusted key that signed the content, if one did.
     pub fn signed_by(&self) -> Option<&TrustedKey> {
         match &self.signed {

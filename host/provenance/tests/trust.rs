@@ -81,6 +81,11 @@ fn a_policy_reads_from_toml_and_refuses_what_it_does_not_know() {
             allowed_hashes_files: Vec::new(),
         }
     );
+    let written = toml::to_string(&policy).unwrap();
+    assert_eq!(
+        toml::from_str::<ProvenancePolicy>(&written).unwrap(),
+        policy
+    );
     assert_eq!(
         toml::from_str::<ProvenancePolicy>("").unwrap(),
         ProvenancePolicy::default()

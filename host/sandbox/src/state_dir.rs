@@ -144,6 +144,16 @@ impl StateDir {
         }
     }
 
+    /// Keeps the detached signature that came with a component, beside it.
+    pub fn keep_signature(&self, hash: ContentHash, signature: &[u8]) -> Result<(), StateError> {
+        Ok(self.components.write(&signature_name(hash), &[signature])?)
+    }
+
+    /// The detached signature that came with a component, if one did.
+    pub fn signature(&self, hash: ContentHash) -> Result<Option<Vec<u8>>, StateError> {
+        Ok(self.components.read(&signature_name(hash))?)
+    }
+
     /// What is active for `family`. None: its built-in builder.
     pub fn active(&self, family: Family) -> Option<&ActiveComponent> {
         self.manifest.active.get(&family)
@@ -203,6 +213,10 @@ impl StateDir {
         self.manifest = manifest;
         Ok(())
     }
+}
+
+fn signature_name(hash: ContentHash) -> String {
+    format!("{}.wasm.sig", hash.to_hex())
 }
 
 fn file_name(hash: ContentHash) -> String {

@@ -1,12 +1,14 @@
 //! What the socket of a running host controls: its groups' builders, and the record of what is active.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use timetable_attention::group::AttentionGroup;
 use timetable_engine::EngineStats;
-use timetable_sandbox::{ReloadHandle, Sandbox, StateDir, StateError, VersionInfo};
+use timetable_provenance::{Digest, Evidence, Trust};
+use timetable_sandbox::{ContentHash, ReloadHandle, Sandbox, StateDir, StateError, VersionInfo};
 
 use super::Control;
 
@@ -40,6 +42,10 @@ pub struct Host {
     stats: StatsReader,
     /// Also serialises changes: one reload or rollback at a time.
     state: Arc<Mutex<Option<StateDir>>>,
+    /// Which components may run here.
+    trust: Trust,
+    /// What is known of those that were brought, by content.
+    evidence: Mutex<BTreeMap<Digest, Evidence>>,
 }
 
 impl Host {
@@ -64,7 +70,46 @@ impl Host {
             startup,
             stats,
             state,
+            trust: Trust::default(),
+            evidence: Mutex::default(),
         }
+    }
+
+    /// Runs only what `trust` admits. `evidence` is of the component that serves first.
+    #[must_use]
+    pub fn trusting(mut self, trust: Trust, evidence: Evidence) -> Self {
+        self.trust = trust;
+        self.evidence = Mutex::new(BTreeMap::from([(evidence.content, evidence)]));
+        self
+    }
+
+    /// Remembers what is known of a component for as long as it may come back.
+    fn remember(&self, evidence: Evidence) {
+        let statuses: Vec<_> = self
+            .groups
+            .iter()
+            .map(|group| group.handle.status())
+            .collect();
+        let may_come_back = |content: &Digest| {
+            statuses
+                .iter()
+                .flat_map(|status| [&status.active, &status.pending, &status.previous])
+                .flatten()
+                .any(|version| version.component.0 == content.0)
+        };
+        let mut known = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
+        known.retain(|content, _| may_come_back(content));
+        known.insert(evidence.content, evidence);
+    }
+
+    /// May a component that was here before come back?
+    fn permits(&self, component: ContentHash) -> Result<(), String> {
+        let content = Digest(component.0);
+        let known = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
+        let evidence = known.get(&content).cloned();
+        self.trust
+            .permits(&evidence.unwrap_or_else(|| Evidence::unsigned(content)))
+            .map_err(|error| format!("the previous version's component {error}"))
     }
 
     /// Waits a moment for fault bundles that are still to be written.
@@ -141,12 +186,23 @@ fn record_return(state: &Mutex<Option<StateDir>>, backend: &str, info: &VersionI
 }
 
 impl Control for Host {
-    fn reload(&self, backend: &str, origin: &str, component: &[u8]) -> Result<Value, String> {
+    fn reload(
+        &self,
+        backend: &str,
+        origin: &str,
+        component: &[u8],
+        signature: Option<&[u8]>,
+    ) -> Result<Value, String> {
         let groups = self.groups_of(backend)?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let line = |error: &dyn std::fmt::Display| {
             format!("{origin}: {error}; the builder in service stays")
         };
+        // Before anything else looks at the bytes.
+        let evidence = self
+            .trust
+            .admit(component, signature)
+            .map_err(|error| line(&error))?;
         let loaded = self.sandbox.load(component).map_err(|error| line(&error))?;
         if let Some(family) = groups
             .iter()
@@ -162,7 +218,11 @@ impl Control for Host {
         // Kept before it serves, so that what is active can always be read back.
         let kept = state
             .as_ref()
-            .map(|state| state.keep(component))
+            .map(|state| {
+                let hash = state.keep(component)?;
+                signature.map_or(Ok(()), |bytes| state.keep_signature(hash, bytes))?;
+                Ok::<_, StateError>(hash)
+            })
             .transpose()
             .map_err(|error| line(&error))?;
         let info = Self::change(&groups, |handle| {
@@ -170,6 +230,8 @@ impl Control for Host {
                 .reload_component(&loaded, origin)
                 .map_err(|error| line(&error))
         })?;
+        let signed_by = evidence.signed_by().map(ToString::to_string);
+        self.remember(evidence);
         if let (Some(state), Some(hash)) = (state.as_mut(), kept) {
             state
                 .activate_kept(info.family, hash, origin)
@@ -185,12 +247,19 @@ impl Control for Host {
                 record(state, &serves).map_err(|error| error.to_string())?;
             }
         }
-        value(&info)
+        let mut answer = value(&info)?;
+        answer["signed_by"] = json!(signed_by);
+        Ok(answer)
     }
 
     fn rollback(&self, backend: &str) -> Result<Value, String> {
         let groups = self.groups_of(backend)?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        for group in &groups {
+            if let Some(previous) = group.handle.status().previous {
+                self.permits(previous.component)?;
+            }
+        }
         let info = Self::change(&groups, |handle| {
             handle.rollback().map_err(|error| error.to_string())
         })?;

@@ -37,6 +37,9 @@ pub enum Request {
         origin: String,
         /// Bytes that follow.
         component_bytes: u64,
+        /// Bytes of its detached signature, which follow the component's; 0: it is not signed.
+        #[serde(default)]
+        signature_bytes: u64,
     },
     /// Return to the previous version.
     Rollback {

@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use timetable_provenance::SIGNATURE_BYTES_MAX;
+
 use super::{LINE_BYTES_MAX, Request, Response, component_bytes_max, metrics, prepare};
 use crate::exit::{Exit, Failure};
 
@@ -23,6 +25,7 @@ pub trait Control: Send + 'static {
         backend: &str,
         origin: &str,
         component: &[u8],
+        signature: Option<&[u8]>,
     ) -> Result<serde_json::Value, String>;
     /// Returns to the previous version.
     fn rollback(&self, backend: &str) -> Result<serde_json::Value, String>;
@@ -36,8 +39,9 @@ impl<C: Control + Sync> Control for Arc<C> {
         backend: &str,
         origin: &str,
         component: &[u8],
+        signature: Option<&[u8]>,
     ) -> Result<serde_json::Value, String> {
-        (**self).reload(backend, origin, component)
+        (**self).reload(backend, origin, component, signature)
     }
     fn rollback(&self, backend: &str) -> Result<serde_json::Value, String> {
         (**self).rollback(backend)
@@ -191,6 +195,7 @@ fn handle(
             backend,
             origin,
             component_bytes,
+            signature_bytes,
         } => {
             let max = component_bytes_max();
             if component_bytes > max {
@@ -198,18 +203,26 @@ fn handle(
                     "{origin}: {component_bytes} bytes are more than a component may have ({max})"
                 ));
             }
+            if signature_bytes > SIGNATURE_BYTES_MAX {
+                return Err(format!(
+                    "{origin}: {signature_bytes} bytes are more than a signature may have ({SIGNATURE_BYTES_MAX})"
+                ));
+            }
+            let announced = component_bytes + signature_bytes;
             let mut component = Vec::new();
             reader
-                .take(component_bytes)
+                .take(announced)
                 .read_to_end(&mut component)
                 .map_err(|error| format!("{origin}: the component could not be read ({error})"))?;
-            if component.len() as u64 != component_bytes {
+            if component.len() as u64 != announced {
                 return Err(format!(
-                    "{origin}: {} of {component_bytes} bytes arrived; nothing was changed",
+                    "{origin}: {} of {announced} bytes arrived; nothing was changed",
                     component.len()
                 ));
             }
-            control.reload(&backend, &origin, &component)
+            let signature = component.split_off(component.len() - signature_bytes as usize);
+            let signature = (!signature.is_empty()).then_some(signature);
+            control.reload(&backend, &origin, &component, signature.as_deref())
         }
         Request::Rollback { backend } => control.rollback(&backend),
         Request::Builders => control.builders(),
@@ -229,8 +242,12 @@ mod tests {
             backend: &str,
             origin: &str,
             component: &[u8],
+            signature: Option<&[u8]>,
         ) -> Result<serde_json::Value, String> {
-            Ok(json!({ "backend": backend, "origin": origin, "bytes": component.len() }))
+            let signature = signature.map(<[u8]>::to_vec);
+            Ok(
+                json!({ "backend": backend, "origin": origin, "bytes": component.len(), "signature": signature }),
+            )
         }
         fn rollback(&self, backend: &str) -> Result<serde_json::Value, String> {
             Err(format!(
@@ -249,17 +266,24 @@ mod tests {
         let server = Server::start(&path, Echo).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
 
-        let component = vec![7; 300_000];
-        let reload = Request::Reload {
-            backend: "FLASH_ATTN".to_owned(),
-            origin: "x.wasm".to_owned(),
-            component_bytes: component.len() as u64,
-        };
-        let answer = call(&path, &reload, &component).unwrap();
-        assert_eq!(
-            answer,
-            json!({ "backend": "FLASH_ATTN", "origin": "x.wasm", "bytes": 300_000 })
-        );
+        let payload = [vec![7; 300_000], vec![1, 2, 3]].concat();
+        for (signature_bytes, signature) in [(3, json!([1, 2, 3])), (0, json!(null))] {
+            let reload = Request::Reload {
+                backend: "FLASH_ATTN".to_owned(),
+                origin: "x.wasm".to_owned(),
+                component_bytes: 300_000,
+                signature_bytes,
+            };
+            let answer = call(
+                &path,
+                &reload,
+                &payload[..300_000 + signature_bytes as usize],
+            );
+            assert_eq!(
+                answer.unwrap(),
+                json!({ "backend": "FLASH_ATTN", "origin": "x.wasm", "bytes": 300_000, "signature": signature })
+            );
+        }
 
         let error = call(
             &path,
@@ -303,6 +327,13 @@ mod tests {
                     json!({"op": "reload", "backend": "A", "origin": "b", "component_bytes": 1u64 << 40})
                 ),
                 "are more than a component may have",
+            ),
+            (
+                format!(
+                    "{}\n",
+                    json!({"op": "reload", "backend": "A", "origin": "b", "component_bytes": 1, "signature_bytes": 1u64 << 40})
+                ),
+                "are more than a signature may have",
             ),
         ] {
             let mut stream = UnixStream::connect(&path).unwrap();

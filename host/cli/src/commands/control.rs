@@ -5,20 +5,28 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 use super::table::table;
-use super::{print, print_json, read_component};
+use super::{print, print_json};
 use crate::admin::{self, Request};
 use crate::cli::{AdminArgs, Builders, Reload, Rollback};
 use crate::exit::Failure;
+use crate::provenance;
 
 /// Sends a component to the running host.
 pub fn reload(arguments: &Reload) -> Result<(), Failure> {
-    let component = read_component(&arguments.path)?;
+    let fetched = provenance::fetch(
+        &arguments.source,
+        arguments.signature.as_deref(),
+        admin::component_bytes_max(),
+    )?;
+    let signature = fetched.signature.unwrap_or_default();
     let request = Request::Reload {
         backend: arguments.backend.clone(),
-        origin: arguments.path.display().to_string(),
-        component_bytes: component.len() as u64,
+        origin: arguments.source.to_string(),
+        component_bytes: fetched.component.len() as u64,
+        signature_bytes: signature.len() as u64,
     };
-    let answer = admin::call(&socket(&arguments.admin), &request, &component)?;
+    let payload = [fetched.component, signature].concat();
+    let answer = admin::call(&socket(&arguments.admin), &request, &payload)?;
     changed(&arguments.backend, &arguments.admin, &answer)
 }
 

@@ -2,7 +2,10 @@
 #![allow(dead_code, reason = "each test program uses a part")]
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
 
 /// What a run printed, and how it ended.
 pub struct Ran {
@@ -49,7 +52,7 @@ impl Ran {
 
     /// Standard output as JSON.
     #[track_caller]
-    pub fn json(&self) -> serde_json::Value {
+    pub fn json(&self) -> Value {
         serde_json::from_str(&self.stdout)
             .unwrap_or_else(|error| panic!("{error} in\n{}", self.stdout))
     }
@@ -111,4 +114,106 @@ pub fn file(directory: &tempfile::TempDir, name: &str, bytes: &[u8]) -> String {
     let path = directory.path().join(name);
     std::fs::write(&path, bytes).unwrap();
     path.to_str().unwrap().to_owned()
+}
+
+/// A host that answers a few prompts, long enough to be looked at.
+pub struct Host {
+    child: Option<Child>,
+    pub socket: String,
+    pub scratch: tempfile::TempDir,
+}
+
+impl Host {
+    pub fn start(extra: &[&str]) -> Host {
+        Host::of_prompts(40, extra)
+    }
+
+    /// One that has more to do: forty prompts are answered in half a second.
+    pub fn of_prompts(count: usize, extra: &[&str]) -> Host {
+        let scratch = tempfile::tempdir().unwrap();
+        let socket = scratch
+            .path()
+            .join("admin.sock")
+            .to_str()
+            .unwrap()
+            .to_owned();
+        let child = timetable()
+            .args([
+                "generate",
+                "--model",
+                tiny_llama().to_str().unwrap(),
+                "--admin",
+                &socket,
+                "--json",
+            ])
+            .args([
+                "--num-gpu-blocks-override",
+                "256",
+                "--weights",
+                "f32",
+                "--ignore-eos",
+                "--max-tokens",
+                "500",
+            ])
+            // Four at a time, so that there is time to look.
+            .args(["--max-num-seqs", "4"])
+            .args(["--cudagraph-mode", "FULL_AND_PIECEWISE"])
+            .args(
+                (0..count)
+                    .flat_map(|index| ["--prompt".to_owned(), format!("t{}", 40 + index % 400)]),
+            )
+            .args(extra)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let host = Host {
+            child: Some(child),
+            socket,
+            scratch,
+        };
+        host.wait_for(|builders| builders["builders"][0]["steps"].as_u64() > Some(0));
+        host
+    }
+
+    pub fn ask(&self, command: &[&str]) -> Ran {
+        let mut arguments = command.to_vec();
+        arguments.extend(["--admin", &self.socket, "--json"]);
+        run(&arguments)
+    }
+
+    pub fn wait_for(&self, condition: impl Fn(&Value) -> bool) -> Value {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let answer = self.ask(&["builders"]);
+            if answer.code == 0 {
+                let table = answer.json();
+                if condition(&table) {
+                    return table;
+                }
+            }
+            assert!(
+                Instant::now() < deadline,
+                "{} {}",
+                answer.stdout,
+                answer.stderr
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Its answers, at the end.
+    pub fn finish(mut self) -> Value {
+        let ran = Ran::from(self.child.take().unwrap().wait_with_output().unwrap());
+        ran.succeeds().json()
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            drop(child.kill());
+            drop(child.wait());
+        }
+    }
 }

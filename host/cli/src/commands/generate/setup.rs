@@ -12,17 +12,19 @@ use timetable_engine::{
     AttentionPlan, BuilderSource, CacheSize, CpuExecutor, DeviceChoice, Engine, EngineConfig,
     EngineError, EngineHandle, Executor, KvCacheDtype, ModelDtype,
 };
+use timetable_provenance::{Fetched, Source};
 use timetable_sandbox::{
     BundleLimits, CodeCache, Component, FaultDir, FaultPolicy, Limits, OnFault, Sandbox, StateDir,
 };
 
-use crate::admin::{Group, Host};
+use crate::admin::{Group, Host, component_bytes_max};
 use crate::cli::{DtypeArg, Generate, KvCacheDtypeArg, OnFaultArg, WeightsArg};
+use crate::commands::embedded;
 use crate::commands::explain_graphs::mode;
 use crate::commands::progress::Progress;
-use crate::commands::{embedded, read_component};
 use crate::device::{self, DeviceArg};
 use crate::exit::{Exit, Failure};
+use crate::provenance;
 
 /// An executor, and on a GPU the cell that gets its memory report.
 type OnDevice = (Box<dyn Executor>, Option<Arc<OnceLock<MemoryReport>>>);
@@ -65,12 +67,16 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         .map(StateDir::open)
         .transpose()
         .map_err(|error| bad(&error))?;
+    let trust = provenance::trust(&provenance::policy(&arguments.host.trust))?;
     let open = |backend: &str| {
-        let (origin, bytes) = component(arguments, backend, state.as_ref())?;
-        let component = sandbox
-            .load(&bytes)
+        let (origin, fetched) = component(arguments, backend, state.as_ref())?;
+        let evidence = trust
+            .admit(&fetched.component, fetched.signature.as_deref())
             .map_err(|error| bad(&format!("component {origin}: {error}")))?;
-        Ok((origin, component))
+        let component = sandbox
+            .load(&fetched.component)
+            .map_err(|error| bad(&format!("component {origin}: {error}")))?;
+        Ok((origin, component, evidence))
     };
     // With a backend that was named, its component can be refused before a model is loaded.
     let opened = config.attention_backend.as_deref().map(open).transpose()?;
@@ -87,7 +93,7 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
     let facts = executor.facts(&config).map_err(|error| refused(&error))?;
     let plan = AttentionPlan::for_device(&config, executor.model_config(), facts)
         .map_err(|error| refused(&error))?;
-    let (origin, component) = opened.map_or_else(|| open(plan.backend()), Ok)?;
+    let (origin, component, evidence) = opened.map_or_else(|| open(plan.backend()), Ok)?;
     check_family(&component, &plan)?;
     progress.next("profiling and sizing the KV cache");
     let source = BuilderSource::Component { component, origin };
@@ -135,7 +141,7 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
     Ok(Running {
         engine,
         tokenizer,
-        host: Host::new(sandbox, groups, startup, stats, state),
+        host: Host::new(sandbox, groups, startup, stats, state).trusting(trust, evidence),
     })
 }
 
@@ -180,7 +186,7 @@ fn component(
     arguments: &Generate,
     backend: &str,
     state: Option<&StateDir>,
-) -> Result<(String, Vec<u8>), Failure> {
+) -> Result<(String, Fetched), Failure> {
     for (name, _) in &arguments.attention.builder {
         if !name.eq_ignore_ascii_case(backend) {
             return Err(Failure::new(
@@ -192,22 +198,30 @@ fn component(
         }
     }
     if let Some((_, path)) = arguments.attention.builder.last() {
-        let bytes = read_component(std::path::Path::new(path))?;
-        return Ok((path.clone(), bytes));
+        let source: Source = path.parse().map_err(Failure::of(Exit::Usage))?;
+        let signature = arguments.attention.builder_signature.as_deref();
+        let fetched = provenance::fetch(&source, signature, component_bytes_max())?;
+        return Ok((path.clone(), fetched));
     }
     let embedded = embedded(backend)?;
     if let Some(state) = state
         && let Some(active) = state.active(embedded.family)
     {
-        let bytes = state
-            .component(active.component)
-            .map_err(Failure::of(Exit::BadInput))?;
-        return Ok((active.origin.clone(), bytes));
+        let kept = state.component(active.component).and_then(|component| {
+            let signature = state.signature(active.component)?;
+            Ok(Fetched {
+                component,
+                signature,
+            })
+        });
+        let kept = kept.map_err(Failure::of(Exit::BadInput))?;
+        return Ok((active.origin.clone(), kept));
     }
-    Ok((
-        format!("embedded {}", embedded.name),
-        embedded.bytes.to_vec(),
-    ))
+    let built_in = Fetched {
+        component: embedded.bytes.to_vec(),
+        signature: None,
+    };
+    Ok((format!("embedded {}", embedded.name), built_in))
 }
 
 /// Does the component make what the backend reads?
