@@ -81,7 +81,7 @@ pub fn greedy(prompt: &[u32], max_tokens: usize) -> GenerationRequest {
             ignore_eos: true,
             ..SamplingParams::default()
         },
-        forced: Vec::new(),
+        ..GenerationRequest::default()
     }
 }
 

@@ -164,6 +164,10 @@ impl Executor for TwoInFlight {
         2
     }
 
+    fn max_segments(&self) -> usize {
+        self.inner.max_segments()
+    }
+
     fn setup(&mut self, setup: &ExecutorSetup<'_>) -> Result<(), EngineError> {
         self.shape = (setup.shape.max_num_seqs, setup.shape.max_num_batched_tokens);
         self.table = vec![0; setup.shape.max_num_seqs * setup.table_width];
@@ -182,9 +186,12 @@ impl Executor for TwoInFlight {
         }
     }
 
-    fn dispatch(&mut self, query: &BatchQuery) -> BatchExecutionDescriptor {
+    fn dispatch(&mut self, query: &BatchQuery, num_segments: usize) -> BatchExecutionDescriptor {
         if let Some(graphs) = &self.graphs {
-            let graph = graphs.manager.dispatch(query);
+            let graph = match num_segments {
+                1 => graphs.manager.dispatch(query),
+                _ => graphs.manager.dispatch_in_parts(query),
+            };
             let count = match graph.cg_mode {
                 RuntimeMode::None => &self.dispatched.none,
                 RuntimeMode::Piecewise => &self.dispatched.piecewise,
@@ -193,10 +200,10 @@ impl Executor for TwoInFlight {
             count.fetch_add(1, Ordering::Relaxed);
             return graph;
         }
-        let eager = self.inner.dispatch(query);
+        let eager = self.inner.dispatch(query, num_segments);
         let (rows, tokens) = self.behaviour.pad_to;
         let decodes = query.uniform_token_count == Some(1);
-        if rows == 0 || (self.behaviour.pad_only_decodes && !decodes) {
+        if rows == 0 || num_segments > 1 || (self.behaviour.pad_only_decodes && !decodes) {
             return eager;
         }
         let pad = |count: u32, to: u32, most: usize| count.next_multiple_of(to).min(most as u32);
@@ -218,10 +225,15 @@ impl Executor for TwoInFlight {
     fn prepare(
         &mut self,
         group: usize,
+        segment: usize,
         metadata: &Metadata,
         context: &VerifyContext<'_>,
     ) -> Result<(), Unprepared> {
-        self.inner.prepare(group, metadata, context)
+        self.inner.prepare(group, segment, metadata, context)
+    }
+
+    fn leave_out(&mut self, segment: usize) {
+        self.inner.leave_out(segment);
     }
 
     fn submit(&mut self, mut step: Step<'_>) -> Result<(), StepFailure> {

@@ -1,8 +1,9 @@
 //! The engine's attention groups: layers that share a builder and a step's metadata.
 //!
 //! Which layers share a group is the plan's matter. All groups share one KV cache group: one block table, one slot mapping.
-//! What is built here is verified here, and handed to the executor, which alone knows the layers and the device. This module
-//! must never know requests or tokens.
+//! A group has a *slot* for everybody, and one for each tenant with a builder of its own; each slot builds for its own segment of
+//! a step, and its failure is that segment's alone. What is built here is verified here, and handed to the executor, which alone
+//! knows the layers and the device. This module must never know requests or tokens.
 
 mod plan;
 
@@ -12,15 +13,15 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use timetable_attention::{
-    BuildFault, Grant, MetadataBuilder, Refusal, StepInputs, Verifier, VerifyContext,
+    BuildFault, Grant, MetadataBuilder, Refusal, Verifier, VerifyContext,
     batch::capture_batch,
     graphs::{BatchExecutionDescriptor, covering},
     group::AttentionGroup,
     plain_builder, verify_step,
 };
 use timetable_sandbox::{
-    Acceptance, GroupBuilder, GroupSetup, ObservedStep, ReloadHandle, Sandbox, StepMetadata,
-    StepObserver,
+    Acceptance, FaultPolicy, GroupBuilder, GroupSetup, ObservedStep, ReloadHandle, Sandbox,
+    StepMetadata, StepObserver, TenantName,
 };
 use timetable_types::{
     BuilderConfig, BuilderInfo, CaptureShape, CommonAttentionMetadata, Family, LaunchPromise,
@@ -28,9 +29,10 @@ use timetable_types::{
 };
 
 use crate::{
-    batch::NoSlot,
-    config::{BuilderSource, EngineError},
+    batch::{InputBatch, NoSlot, Segment},
+    config::{BuilderSource, Builders, EngineConfig, EngineError},
     executor::{Executor, Unprepared, eager_shape},
+    tenants::SlotConfig,
     timings::{Lap, StepTimings},
 };
 
@@ -71,17 +73,36 @@ enum StepBuilder {
     },
 }
 
-/// Layers that share a builder and a step's metadata.
-struct Group {
+/// A group's place for one builder.
+struct Slot {
     name: String,
     config: BuilderConfig,
+    grant: Grant,
     builder: StepBuilder,
     verifier: RefCell<Verifier>,
+}
+
+/// What a slot is made of.
+struct SlotSetup<'a> {
+    name: String,
+    family: Family,
+    config: BuilderConfig,
+    grant: Grant,
+    sandbox: &'a Sandbox,
+    source: &'a BuilderSource,
+    policy: Option<FaultPolicy>,
+}
+
+/// Layers that share a step's metadata: a slot for everybody, then those of tenants, in the order of their segments.
+struct Group {
+    slots: Vec<Slot>,
 }
 
 /// All groups.
 pub(crate) struct Attention {
     groups: Vec<Group>,
+    /// Whose the slots are, after the first.
+    tenants: Vec<TenantName>,
     /// Kernel blocks of the cache.
     num_blocks: usize,
     plan: AttentionPlan,
@@ -90,40 +111,59 @@ pub(crate) struct Attention {
 }
 
 /// What a step's builders did.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct BuildOutcome {
     /// Some group was served by its plain builder after a fault in this step.
     pub fell_back: bool,
+    /// Segments without metadata, of a step that others run in.
+    pub failed: Vec<(usize, StepError)>,
 }
 
 impl Attention {
-    /// A builder for each of the plan's groups, made of `configs`. `acceptance` is the device's own check of a group's new
-    /// version.
+    /// A builder for each slot of each of the plan's groups, made of `configs`. `acceptance` is the device's own check of a
+    /// group's new version.
     pub(crate) fn new(
+        engine: &EngineConfig,
         plan: AttentionPlan,
         configs: Vec<BuilderConfig>,
         sandbox: &Sandbox,
-        source: &BuilderSource,
+        builders: Builders<'_>,
         acceptance: impl Fn(usize) -> Option<Acceptance>,
     ) -> Result<Self, EngineError> {
+        let slots = slots(engine, sandbox, builders)?;
+        let (backend, family) = (plan.backend(), plan.family());
+        let group = |(index, config): (usize, BuilderConfig)| {
+            let of_device = acceptance(index);
+            let slot = |(tenant, of_tenant): &(Option<TenantName>, TenantSlot<'_>)| {
+                let tenant = tenant.as_ref();
+                let setup = SlotSetup {
+                    name: tenant.map_or_else(
+                        || format!("{backend}/{index}"),
+                        |tenant| format!("{backend}/{index}@{tenant}"),
+                    ),
+                    family,
+                    config: BuilderConfig {
+                        options: of_tenant.options.to_vec(),
+                        ..config.clone()
+                    },
+                    grant: of_tenant.grant,
+                    sandbox: &of_tenant.sandbox,
+                    source: of_tenant.source,
+                    policy: of_tenant.policy,
+                };
+                Slot::new(setup, of_device.as_ref())
+            };
+            let slots = slots.iter().map(slot).collect::<Result<_, EngineError>>()?;
+            Ok(Group { slots })
+        };
         let groups = configs
             .into_iter()
             .enumerate()
-            .map(|(index, config)| {
-                let name = format!("{}/{index}", plan.backend());
-                let of_device = acceptance(index);
-                Group::new(
-                    name,
-                    plan.family(),
-                    config,
-                    sandbox,
-                    source,
-                    of_device.as_ref(),
-                )
-            })
-            .collect::<Result<Vec<_>, EngineError>>()?;
+            .map(group)
+            .collect::<Result<_, EngineError>>()?;
         Ok(Self {
             groups,
+            tenants: slots.into_iter().filter_map(|(tenant, _)| tenant).collect(),
             num_blocks: 1,
             plan,
             observer: None,
@@ -140,26 +180,32 @@ impl Attention {
         self.observer = observer;
     }
 
-    /// What each group's builder promises for steps of `shape`, whoever builds them.
+    /// What each group's builders promise for steps of `shape`, whichever of them builds.
     pub(crate) fn launch_promises(
         &mut self,
         shape: &CaptureShape,
     ) -> Result<Vec<LaunchPromise>, BuildFault> {
-        let promise = |group: &mut Group| match &mut group.builder {
+        let of_slot = |slot: &mut Slot| match &mut slot.builder {
             StepBuilder::Sandboxed(builder) => builder.launch_promise(shape),
             StepBuilder::Native { builder, plain } => {
                 let plain = plain.launch_promise(shape)?;
                 Ok(covering(&builder.launch_promise(shape)?, &plain))
             }
         };
-        self.groups.iter_mut().map(promise).collect()
+        let of_group = |group: &mut Group| {
+            let (first, others) = group.slots.split_first_mut().expect("a slot for everybody");
+            others.iter_mut().try_fold(of_slot(first)?, |all, slot| {
+                Ok(covering(&all, &of_slot(slot)?))
+            })
+        };
+        self.groups.iter_mut().map(of_group).collect()
     }
 
     /// As [`Attention::launch_promises`], for the largest step outside graphs.
     pub(crate) fn eager_promises(&mut self) -> Result<Vec<LaunchPromise>, BuildFault> {
         match self.groups.first() {
             Some(group) => {
-                let shape = eager_shape(&group.config.scheduler);
+                let shape = eager_shape(&group.slots[0].config.scheduler);
                 self.launch_promises(&shape)
             }
             None => Ok(Vec::new()),
@@ -168,8 +214,8 @@ impl Attention {
 
     /// Takes new versions of builders into service.
     pub(crate) fn step_boundary(&mut self) {
-        for group in &mut self.groups {
-            if let StepBuilder::Sandboxed(builder) = &mut group.builder {
+        for slot in self.groups.iter_mut().flat_map(|group| &mut group.slots) {
+            if let StepBuilder::Sandboxed(builder) = &mut slot.builder {
                 builder.step_boundary();
             }
         }
@@ -180,75 +226,124 @@ impl Attention {
         &self.plan
     }
 
-    /// Handles of the groups whose builders can be replaced.
+    /// Handles of the groups whose builder for everybody can be replaced.
     pub(crate) fn reload_handles(&self) -> Vec<ReloadHandle> {
-        self.groups
-            .iter()
-            .filter_map(|group| match &group.builder {
-                StepBuilder::Sandboxed(builder) => Some(builder.handle()),
-                StepBuilder::Native { .. } => None,
-            })
+        self.group_handles()
+            .into_iter()
+            .map(|(handle, _)| handle)
             .collect()
     }
 
     /// As [`Attention::reload_handles`], with each group's layers.
     pub(crate) fn group_handles(&self) -> Vec<(ReloadHandle, &AttentionGroup)> {
+        self.handles_of(0)
+    }
+
+    /// The handles of tenants' own slots, with each group's layers.
+    pub(crate) fn tenant_handles(&self) -> Vec<(&TenantName, ReloadHandle, &AttentionGroup)> {
+        let of_tenant = |(index, tenant)| {
+            let handles = self.handles_of(index + 1).into_iter();
+            handles.map(move |(handle, layers)| (tenant, handle, layers))
+        };
+        self.tenants
+            .iter()
+            .enumerate()
+            .flat_map(of_tenant)
+            .collect()
+    }
+
+    fn handles_of(&self, slot: usize) -> Vec<(ReloadHandle, &AttentionGroup)> {
         self.groups
             .iter()
             .zip(self.plan.groups())
-            .filter_map(|(group, layers)| match &group.builder {
+            .filter_map(|(group, layers)| match &group.slots[slot].builder {
                 StepBuilder::Sandboxed(builder) => Some((builder.handle(), layers)),
                 StepBuilder::Native { .. } => None,
             })
             .collect()
     }
 
-    /// What each group's builder says of itself, with the group's name.
-    pub(crate) fn builders(&self) -> impl Iterator<Item = (&str, &BuilderInfo)> {
-        self.groups.iter().map(|group| {
-            let info = match &group.builder {
-                StepBuilder::Sandboxed(builder) => builder.info(),
-                StepBuilder::Native { builder, .. } => builder.info(),
-            };
-            (group.name.as_str(), info)
+    /// What each slot's builder says of itself, with the slot's name, its group's layers beside it.
+    pub(crate) fn builders(&self) -> impl Iterator<Item = (&str, &BuilderInfo, &AttentionGroup)> {
+        let groups = self.groups.iter().zip(self.plan.groups());
+        groups.flat_map(|(group, layers)| {
+            group.slots.iter().map(move |slot| {
+                let info = match &slot.builder {
+                    StepBuilder::Sandboxed(builder) => builder.info(),
+                    StepBuilder::Native { builder, .. } => builder.info(),
+                };
+                (slot.name.as_str(), info, layers)
+            })
         })
     }
 
-    /// Verifies the step's tensors, then builds and verifies every group's metadata and has `executor` prepare it, for a step
-    /// that runs as `graph`.
+    /// For each segment of a divided batch: verifies its tensors, then has its slot build each group's metadata, verifies them
+    /// and has `executor` prepare them, for a step that runs as `graph`.
+    ///
+    /// # Errors
+    /// Nothing can run: the tensors are refused, or no segment has metadata.
     pub(crate) fn build(
         &mut self,
-        common: &CommonAttentionMetadata,
-        inputs: &StepInputs<'_>,
+        batch: &InputBatch,
         graph: &BatchExecutionDescriptor,
         executor: &mut dyn Executor,
         timings: &mut StepTimings,
     ) -> Result<BuildOutcome, StepError> {
         let mut outcome = BuildOutcome::default();
+        let num_segments = batch.num_segments();
+        for index in 0..num_segments {
+            let segment = batch.segment(index);
+            match self.build_segment((index, &segment), graph, executor, timings) {
+                Ok(fell_back) => outcome.fell_back |= fell_back,
+                Err(error @ StepError::Metadata { .. }) if num_segments > 1 => {
+                    executor.leave_out(index);
+                    outcome.failed.push((index, error));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        match outcome.failed.len() == num_segments {
+            true => Err(outcome.failed.swap_remove(0).1),
+            false => Ok(outcome),
+        }
+    }
+
+    /// True if some group was served by the plain builder after a fault.
+    fn build_segment(
+        &mut self,
+        (index, segment): (usize, &Segment<'_>),
+        graph: &BatchExecutionDescriptor,
+        executor: &mut dyn Executor,
+        timings: &mut StepTimings,
+    ) -> Result<bool, StepError> {
+        let mut fell_back = false;
         let num_blocks = self.num_blocks as u32;
+        let slot = segment.slot as usize;
         let mut lap = Lap::start();
-        for (index, group) in self.groups.iter_mut().enumerate() {
-            let promise = executor.promise(index, graph);
-            let Group {
+        for (group_index, group) in self.groups.iter_mut().enumerate() {
+            let promise = executor.promise(group_index, graph);
+            let Slot {
                 name,
                 config,
+                grant,
                 builder,
                 verifier,
-            } = group;
+            } = &mut group.slots[slot];
             let context = VerifyContext {
                 config,
-                common,
-                inputs,
+                common: segment.common,
+                inputs: &segment.inputs,
                 promise: promise.as_ref(),
-                grant: Grant::Exact,
+                grant: *grant,
                 num_blocks,
             };
-            if index == 0 {
+            if group_index == 0 {
                 verify_step(&context).map_err(StepError::Tensors)?;
                 timings.verify_ns += lap.ns();
             }
             let accepting = Accepting {
-                group: index,
+                group: group_index,
+                segment: index,
                 verifier,
                 executor: RefCell::new(&mut *executor),
                 verify_ns: Cell::new(0),
@@ -260,35 +355,99 @@ impl Attention {
                     group: name.clone(),
                     message,
                 })?;
-            outcome.fell_back |= built.fell_back;
+            fell_back |= built.fell_back;
             if let (Some(observer), Some(built)) = (&mut self.observer, built.served) {
                 observer.observe(ObservedStep {
                     slot: name,
-                    tenant: None,
+                    tenant: slot.checked_sub(1).map(|index| &self.tenants[index]),
                     context: &context,
                     built,
                 });
             }
         }
-        Ok(outcome)
+        Ok(fell_back)
     }
 }
 
-impl Group {
-    fn new(
-        name: String,
-        family: Family,
-        config: BuilderConfig,
-        sandbox: &Sandbox,
-        source: &BuilderSource,
-        of_device: Option<&Acceptance>,
-    ) -> Result<Self, EngineError> {
+/// What one slot of every group is made of.
+struct TenantSlot<'a> {
+    options: &'a [(String, String)],
+    grant: Grant,
+    sandbox: Sandbox,
+    source: &'a BuilderSource,
+    policy: Option<FaultPolicy>,
+}
+
+/// The slots, in the order of their segments: everybody's, then those of tenants.
+fn slots<'a>(
+    engine: &'a EngineConfig,
+    sandbox: &Sandbox,
+    builders: Builders<'a>,
+) -> Result<Vec<(Option<TenantName>, TenantSlot<'a>)>, EngineError> {
+    let everybody = TenantSlot {
+        options: &engine.builder_options,
+        grant: engine.grant,
+        sandbox: sandbox.clone(),
+        source: builders.default,
+        policy: None,
+    };
+    let mut slots = vec![(None, everybody)];
+    for tenant in &engine.tenants {
+        let Some(config) = &tenant.slot else { continue };
+        let SlotConfig {
+            limits,
+            grant,
+            policy,
+            options,
+        } = config;
+        let sandbox = match limits {
+            Some(limits) => sandbox.with_call_limits(limits).map_err(|error| {
+                let tenant = tenant.name.clone();
+                EngineError::TenantLimits { tenant, error }
+            })?,
+            None => sandbox.clone(),
+        };
+        let source = builders
+            .tenants
+            .iter()
+            .find(|(name, _)| *name == tenant.name);
+        let slot = TenantSlot {
+            options,
+            grant: *grant,
+            sandbox,
+            source: source.map_or(&BuilderSource::Plain, |(_, source)| source),
+            policy: Some(*policy),
+        };
+        slots.push((Some(tenant.name.clone()), slot));
+    }
+    let has_slot = |name: &TenantName| slots.iter().any(|(of, _)| of.as_ref() == Some(name));
+    match builders.tenants.iter().find(|(name, _)| !has_slot(name)) {
+        Some((name, _)) => Err(EngineError::Setting {
+            name: "tenants",
+            value: name.to_string(),
+            remedy: "a builder was given for it; configure the tenant, with a slot of its own",
+        }),
+        None => Ok(slots),
+    }
+}
+
+impl Slot {
+    fn new(setup: SlotSetup<'_>, of_device: Option<&Acceptance>) -> Result<Self, EngineError> {
+        let SlotSetup {
+            name,
+            family,
+            config,
+            grant,
+            sandbox,
+            source,
+            policy,
+        } = setup;
         let plain = plain_builder(family, &config).map_err(EngineError::Plain)?;
         let setup = |plain| GroupSetup {
             name: name.clone(),
             config: config.clone(),
             plain,
-            acceptance: Some(acceptance(&config, of_device.cloned())),
+            acceptance: Some(acceptance(&config, grant, of_device.cloned())),
         };
         let builder = match source {
             BuilderSource::Plain => {
@@ -302,9 +461,13 @@ impl Group {
                 plain,
             },
         };
+        if let (Some(policy), StepBuilder::Sandboxed(builder)) = (policy, &builder) {
+            builder.handle().set_policy(policy)?;
+        }
         Ok(Self {
             name,
             config,
+            grant,
             builder,
             verifier: RefCell::default(),
         })
@@ -322,6 +485,7 @@ struct Built {
 /// Who takes a group's metadata, and how long that took.
 struct Accepting<'a> {
     group: usize,
+    segment: usize,
     verifier: &'a RefCell<Verifier>,
     executor: RefCell<&'a mut dyn Executor>,
     verify_ns: Cell<u64>,
@@ -337,7 +501,7 @@ impl Accepting<'_> {
         self.verify_ns.set(self.verify_ns.get() + lap.ns());
         verified.map_err(Unusable::Refused)?;
         let mut executor = self.executor.borrow_mut();
-        let done = executor.prepare(self.group, metadata, context);
+        let done = executor.prepare(self.group, self.segment, metadata, context);
         self.prepare_ns.set(self.prepare_ns.get() + lap.ns());
         done.map_err(Unusable::Prepare)
     }
@@ -381,7 +545,7 @@ impl StepBuilder {
 /// A new version is asked for small steps before it may serve, and what it builds must pass the verifier: one whose every
 /// step would be refused never replaces a good one. The device's own check comes last: what it prepares is for a version that
 /// passed everything else.
-fn acceptance(config: &BuilderConfig, of_device: Option<Acceptance>) -> Acceptance {
+fn acceptance(config: &BuilderConfig, grant: Grant, of_device: Option<Acceptance>) -> Acceptance {
     let config = config.clone();
     Arc::new(move |builder| {
         let max_seqs = config.scheduler.max_num_seqs.max(1);
@@ -412,7 +576,7 @@ fn acceptance(config: &BuilderConfig, of_device: Option<Acceptance>) -> Acceptan
                 common: &step.cam,
                 inputs: &inputs,
                 promise: None,
-                grant: Grant::Exact,
+                grant,
                 num_blocks: 1,
             };
             Verifier::new()

@@ -50,6 +50,56 @@ pub struct BlockSizeError {
     pub kernel_block_size: usize,
 }
 
+/// No rows, and memory for `rows`.
+fn empty_common(rows: usize, width: usize) -> CommonAttentionMetadata {
+    CommonAttentionMetadata {
+        num_reqs: 0,
+        num_actual_tokens: 0,
+        max_query_len: 0,
+        max_seq_len: 0,
+        causal: Causal::All(true),
+        block_table_width: width as u32,
+        slot_mapping_len: 0,
+        query_start_loc_cpu: Vec::with_capacity(rows + 1),
+        seq_lens_cpu_upper_bound: Vec::with_capacity(rows),
+        is_prefilling: Vec::with_capacity(rows),
+        dcp: None,
+        encoder: None,
+        fast_prefill: None,
+        req_idx: Vec::with_capacity(rows),
+        mm_req_doc_ranges: Vec::new(),
+        replayssm_decode_base_cpu: Vec::new(),
+        extras: Vec::new(),
+    }
+}
+
+/// Makes `part` what a step of the rows `rows` of `whole` alone would be.
+fn copy_rows(
+    whole: &CommonAttentionMetadata,
+    rows: std::ops::Range<usize>,
+    part: &mut CommonAttentionMetadata,
+) {
+    let starts = &whole.query_start_loc_cpu[rows.start..=rows.end];
+    let (first, last) = (starts[0], starts[starts.len() - 1]);
+    let lens = &whole.seq_lens_cpu_upper_bound[rows.clone()];
+    let query_lens = starts.windows(2).map(|pair| pair[1] - pair[0]);
+    part.num_reqs = rows.len() as u32;
+    part.num_actual_tokens = (last - first) as u32;
+    part.slot_mapping_len = part.num_actual_tokens;
+    part.max_query_len = query_lens.max().unwrap_or(0) as u32;
+    part.max_seq_len = lens.iter().copied().max().unwrap_or(0) as u32;
+    part.query_start_loc_cpu.clear();
+    part.query_start_loc_cpu
+        .extend(starts.iter().map(|start| start - first));
+    part.seq_lens_cpu_upper_bound.clear();
+    part.seq_lens_cpu_upper_bound.extend_from_slice(lens);
+    part.is_prefilling.clear();
+    part.is_prefilling
+        .extend_from_slice(&whole.is_prefilling[rows.clone()]);
+    part.req_idx.clear();
+    part.req_idx.extend_from_slice(&whole.req_idx[rows]);
+}
+
 /// A row's blocks do not reach its length: some of its tokens have no slot. Such a step must not run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -112,6 +162,37 @@ pub struct TableUpdate<'a> {
     pub entries: &'a [i32],
 }
 
+/// Where a segment begins.
+#[derive(Clone, Copy, Debug)]
+struct SegmentStart {
+    slot: u32,
+    row: usize,
+    token: usize,
+}
+
+/// The rows of a step that one slot serves: all that its builder sees, and all that their attention reads. Row and token
+/// numbers begin at 0, and nothing here tells whether the step has other rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Segment<'a> {
+    /// Who builds.
+    pub slot: u32,
+    /// Its first row in the step.
+    pub first_row: usize,
+    /// Its first token in the step.
+    pub first_token: usize,
+    /// The host-side part, for the builder.
+    pub common: &'a CommonAttentionMetadata,
+    /// The tensors.
+    pub inputs: StepInputs<'a>,
+}
+
+impl Segment<'_> {
+    /// Its tokens in the step.
+    pub fn tokens(&self) -> std::ops::Range<usize> {
+        self.first_token..self.first_token + self.common.num_actual_tokens as usize
+    }
+}
+
 /// The persistent batch of one KV cache group.
 #[derive(Debug)]
 pub struct InputBatch {
@@ -121,6 +202,9 @@ pub struct InputBatch {
     common: CommonAttentionMetadata,
     table: Vec<i32>,
     rows: Vec<RowState>,
+    segments: Vec<SegmentStart>,
+    /// Each segment's part of `common`, where there are several. Memory is kept.
+    parts: Vec<CommonAttentionMetadata>,
     dirty: Vec<Dirty>,
     /// Rows whose `dirty` is not empty.
     dirty_rows: Vec<usize>,
@@ -160,25 +244,9 @@ impl InputBatch {
         Ok(Self {
             ratio,
             width,
-            common: CommonAttentionMetadata {
-                num_reqs: 0,
-                num_actual_tokens: 0,
-                max_query_len: 0,
-                max_seq_len: 0,
-                causal: Causal::All(true),
-                block_table_width: width as u32,
-                slot_mapping_len: 0,
-                query_start_loc_cpu: Vec::with_capacity(max_rows + 1),
-                seq_lens_cpu_upper_bound: Vec::with_capacity(max_rows),
-                is_prefilling: Vec::with_capacity(max_rows),
-                dcp: None,
-                encoder: None,
-                fast_prefill: None,
-                req_idx: Vec::with_capacity(max_rows),
-                mm_req_doc_ranges: Vec::new(),
-                replayssm_decode_base_cpu: Vec::new(),
-                extras: Vec::new(),
-            },
+            common: empty_common(max_rows, width),
+            segments: Vec::new(),
+            parts: Vec::new(),
             table: vec![0; max_rows * width],
             rows: vec![RowState::default(); max_rows],
             dirty: vec![Dirty::default(); max_rows],
@@ -212,10 +280,82 @@ impl InputBatch {
         self.positions.clear();
         self.slot_mapping.clear();
         self.logits_rows.clear();
+        self.segments.clear();
         self.no_slot = None;
         self.decodes = true;
         self.num_actual_reqs = 0;
         self.num_actual_tokens = 0;
+    }
+
+    /// The rows that follow are `slot`'s, if those before were another's. Without this all rows are slot 0's.
+    pub fn begin_segment(&mut self, slot: u32) {
+        if self.segments.last().is_none_or(|last| last.slot != slot) {
+            self.segments.push(SegmentStart {
+                slot,
+                row: self.common.num_reqs as usize,
+                token: self.token_ids.len(),
+            });
+        }
+    }
+
+    /// After the last row, before segments are looked at: gives each its own numbers. Nothing to do for a step of one segment.
+    pub fn divide(&mut self) {
+        let count = self.segments.len();
+        if count < 2 {
+            return;
+        }
+        let (rows, width) = (self.shape.max_num_seqs, self.width);
+        while self.parts.len() < count {
+            self.parts.push(empty_common(rows, width));
+        }
+        for (index, part) in self.parts[..count].iter_mut().enumerate() {
+            let first = self.segments[index].row;
+            let end = self
+                .segments
+                .get(index + 1)
+                .map_or(self.num_actual_reqs, |next| next.row);
+            copy_rows(&self.common, first..end, part);
+        }
+    }
+
+    /// Segments of the step; 1 for a step without rows.
+    pub fn num_segments(&self) -> usize {
+        self.segments.len().max(1)
+    }
+
+    /// A segment, in the order of rows. A step's only one is the whole step, padding included.
+    pub fn segment(&self, index: usize) -> Segment<'_> {
+        let whole = self.inputs();
+        if self.segments.len() < 2 {
+            return Segment {
+                slot: self.segments.first().map_or(0, |only| only.slot),
+                first_row: 0,
+                first_token: 0,
+                common: &self.common,
+                inputs: whole,
+            };
+        }
+        let SegmentStart { slot, row, token } = self.segments[index];
+        let common = &self.parts[index];
+        let rows = row..row + common.num_reqs as usize;
+        let tokens = token..token + common.num_actual_tokens as usize;
+        Segment {
+            slot,
+            first_row: row,
+            first_token: token,
+            common,
+            inputs: StepInputs {
+                query_start_loc: &common.query_start_loc_cpu,
+                seq_lens: &common.seq_lens_cpu_upper_bound,
+                block_table: BlockTable {
+                    data: &self.table[rows.start * self.width..rows.end * self.width],
+                    width: self.width,
+                },
+                slot_mapping: &self.slot_mapping[tokens.clone()],
+                positions: &self.positions[tokens],
+                ..whole
+            },
+        }
     }
 
     /// Adds a row.

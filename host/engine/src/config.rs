@@ -1,14 +1,18 @@
 //! How an engine is set up, and what can be wrong with that.
 
 use timetable_attention::{
-    BuildFault, MetadataBuilder, graphs::CaptureSizeError, group::GroupError,
+    BuildFault, Grant, MetadataBuilder, graphs::CaptureSizeError, group::GroupError,
     kernel_block::KernelBlockError, layout::LayoutError, select::SelectError, spec::SpecError,
 };
 use timetable_device::cpu::ImplError;
-use timetable_sandbox::{Component, ReloadError};
+use timetable_sandbox::{Component, ReloadError, SandboxError, TenantName};
 use timetable_types::{BuildError, BuilderConfig, CudagraphMode, Dtype};
 
-use crate::{batch::BlockSizeError, model::ModelError};
+use crate::{
+    batch::BlockSizeError,
+    model::ModelError,
+    tenants::{self, TenantConfig},
+};
 
 /// Where the layers, their caches and sampling live.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -156,6 +160,16 @@ pub struct EngineConfig {
     pub num_workers: u32,
     /// Options of the builder's own.
     pub builder_options: Vec<(String, String)>,
+    /// What the default slot's builder may leave out.
+    pub grant: Grant,
+    /// Who may ask, besides nobody in particular. With none, requests may carry any name: it keeps their cached prefixes apart,
+    /// and nothing else.
+    pub tenants: Vec<TenantConfig>,
+    /// The weight of requests of nobody in particular, beside the tenants' shares.
+    pub default_share: f64,
+    /// Slots that one step may have rows of; the others wait their turn. A device may take fewer. Cost: a build for each, and
+    /// attention launched once for each.
+    pub max_tenant_segments: usize,
 }
 
 impl Default for EngineConfig {
@@ -180,6 +194,10 @@ impl Default for EngineConfig {
             batch_invariant: false,
             num_workers: std::thread::available_parallelism().map_or(1, |n| n.get() as u32),
             builder_options: Vec::new(),
+            grant: Grant::Exact,
+            tenants: Vec::new(),
+            default_share: 1.0,
+            max_tenant_segments: 4,
         }
     }
 }
@@ -201,6 +219,25 @@ pub enum BuilderSource {
     },
     /// Native code, not sandboxed and not replaceable; the plain builder stands behind it. For benchmarks and comparison.
     Native(NativeBuilderFactory),
+}
+
+/// Who builds in each slot.
+#[derive(Clone, Copy)]
+pub struct Builders<'a> {
+    /// For everybody who has no builder of their own.
+    pub default: &'a BuilderSource,
+    /// For tenants with a [slot](crate::SlotConfig). One that is not named here begins with the plain builder.
+    pub tenants: &'a [(TenantName, BuilderSource)],
+}
+
+impl<'a> From<&'a BuilderSource> for Builders<'a> {
+    /// One builder for everybody; tenants' slots begin with the plain one.
+    fn from(default: &'a BuilderSource) -> Self {
+        Self {
+            default,
+            tenants: &[],
+        }
+    }
 }
 
 /// Tokens of a KV block, at most.
@@ -258,6 +295,14 @@ pub enum EngineError {
     /// The component does not fit.
     #[error(transparent)]
     Component(#[from] ReloadError),
+    /// A tenant's limits.
+    #[error("tenant `{tenant}`: {error}")]
+    TenantLimits {
+        /// Whose.
+        tenant: TenantName,
+        /// What is wrong with them.
+        error: SandboxError,
+    },
     /// The native builder could not be made.
     #[error("the native builder: {0}")]
     Native(BuildFault),
@@ -315,11 +360,13 @@ impl EngineConfig {
             ("kernel_block_size", self.kernel_block_size.unwrap_or(1)),
             ("max_num_splits", self.max_num_splits as usize),
             ("num_workers", self.num_workers as usize),
+            ("max_tenant_segments", self.max_tenant_segments),
         ] {
             if value == 0 {
                 return refuse(name, "0".into(), "it must be at least 1");
             }
         }
+        tenants::check(&self.tenants, self.default_share)?;
         if self.max_num_batched_tokens > 1 << 20 || self.max_num_seqs > 1 << 16 {
             let value = format!("{} x {}", self.max_num_seqs, self.max_num_batched_tokens);
             let name = "max_num_seqs x max_num_batched_tokens";

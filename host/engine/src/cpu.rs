@@ -3,7 +3,7 @@
 //!
 //! A step runs whole in `submit`; `collect` hands its tokens out. This module must never know a builder or a scheduler.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, ops::Range};
 
 use timetable_attention::VerifyContext;
 use timetable_device::cpu::{
@@ -52,8 +52,10 @@ pub struct CpuExecutor {
     model: Box<dyn ModelRunner>,
     sizes: Option<Sizes>,
     layers: Vec<Layer>,
-    /// By group.
-    prepared: Vec<StepMetadata>,
+    /// By group, then by segment of the step.
+    prepared: Vec<Vec<StepMetadata>>,
+    /// The segments' tokens, where there are several.
+    segments: Vec<Range<usize>>,
     token_ids: Vec<u32>,
     /// The tokens of the step that was submitted last, for references.
     last_tokens: Vec<u32>,
@@ -72,6 +74,7 @@ impl CpuExecutor {
             sizes: None,
             layers: Vec::new(),
             prepared: Vec::new(),
+            segments: Vec::new(),
             token_ids: Vec::new(),
             last_tokens: Vec::new(),
             logits: Vec::new(),
@@ -151,8 +154,14 @@ impl CpuExecutor {
         }
         let mut lap = Lap::start();
         let inputs = batch.inputs();
+        self.segments.clear();
+        if batch.num_segments() > 1 {
+            let tokens = (0..batch.num_segments()).map(|index| batch.segment(index).tokens());
+            self.segments.extend(tokens);
+        }
         let mut layers = StepLayers {
             prepared: &self.prepared,
+            segments: &self.segments,
             layers: &mut self.layers,
             slot_mapping: inputs.slot_mapping,
         };
@@ -213,6 +222,10 @@ impl Executor for CpuExecutor {
         Ok(DeviceFacts::cpu(config))
     }
 
+    fn max_segments(&self) -> usize {
+        usize::MAX
+    }
+
     fn setup(&mut self, setup: &ExecutorSetup<'_>) -> Result<(), EngineError> {
         let ExecutorSetup {
             config,
@@ -220,6 +233,7 @@ impl Executor for CpuExecutor {
             groups,
             shape,
             cache,
+            max_segments,
             ..
         } = *setup;
         let cache_dtype = match config.kv_cache_dtype.resolve(plan.facts().model_dtype) {
@@ -250,9 +264,8 @@ impl Executor for CpuExecutor {
         self.layers = (0..self.model.config().num_hidden_layers)
             .map(layer)
             .collect::<Result<_, EngineError>>()?;
-        self.prepared.clear();
-        self.prepared
-            .resize_with(groups.len(), StepMetadata::default);
+        let unprepared = || (0..max_segments).map(|_| StepMetadata::new()).collect();
+        self.prepared = groups.iter().map(|_| unprepared()).collect();
         self.sizes = Some(Sizes {
             cache,
             cache_dtype,
@@ -296,12 +309,19 @@ impl Executor for CpuExecutor {
     fn prepare(
         &mut self,
         group: usize,
+        segment: usize,
         metadata: &Metadata,
         context: &VerifyContext<'_>,
     ) -> Result<(), Unprepared> {
         let block_size = context.config.kv_cache_spec.block_size;
-        self.prepared[group].prepare(metadata, context.inputs, block_size)?;
+        self.prepared[group][segment].prepare(metadata, context.inputs, block_size)?;
         Ok(())
+    }
+
+    fn leave_out(&mut self, segment: usize) {
+        for group in &mut self.prepared {
+            group[segment] = StepMetadata::new();
+        }
     }
 
     fn submit(&mut self, step: Step<'_>) -> Result<(), StepFailure> {
@@ -333,7 +353,9 @@ impl Executor for CpuExecutor {
 
 /// The layers as the model calls them, for the step that was prepared last.
 struct StepLayers<'a> {
-    prepared: &'a [StepMetadata],
+    prepared: &'a [Vec<StepMetadata>],
+    /// Empty: the step is one segment.
+    segments: &'a [Range<usize>],
     layers: &'a mut [Layer],
     slot_mapping: &'a [i64],
 }
@@ -353,7 +375,19 @@ impl AttentionLayers for StepLayers<'_> {
             cache,
         } = &mut self.layers[layer];
         attention.do_kv_cache_update(k, v, cache, self.slot_mapping);
-        attention.forward(q, cache, Some(&self.prepared[*group]), out, None)?;
+        let prepared = &self.prepared[*group];
+        if self.segments.is_empty() {
+            attention.forward(q, cache, Some(&prepared[0]), out, None)?;
+            return Ok(());
+        }
+        let width = q.len() / self.slot_mapping.len();
+        for (metadata, tokens) in prepared.iter().zip(self.segments) {
+            let elements = tokens.start * width..tokens.end * width;
+            // One that was left out has none: zeros.
+            let metadata = Some(metadata).filter(|metadata| metadata.family().is_some());
+            let (q, out) = (&q[elements.clone()], &mut out[elements]);
+            attention.forward(q, cache, metadata, out, None)?;
+        }
         Ok(())
     }
 }

@@ -6,35 +6,38 @@
 //! names, ends, text) waits for it. What fails in a step ends that step's requests with an error; the engine itself lives,
 //! unless the device is gone.
 
+mod active;
+
 use std::{
     collections::{HashMap, VecDeque},
     sync::Arc,
 };
 
 use timetable_attention::{
-    graphs::{CudagraphManager, Explanation, ManagerConfig, RuntimeMode},
+    graphs::{Explanation, RuntimeMode},
     group::AttentionGroup,
     report::StartupReport,
 };
-use timetable_sandbox::{ReloadHandle, Sandbox, StepObserver};
+use timetable_sandbox::{ReloadHandle, Sandbox, StepObserver, TenantName};
 use timetable_types::BuilderInfo;
 
+use self::active::{Active, Text};
 use crate::{
-    attention::{Attention, AttentionPlan, StepError},
+    attention::{Attention, AttentionPlan, BuildOutcome, StepError},
     batch::{BatchShape, InputBatch, feed_reference},
-    config::{BuilderSource, EngineConfig, EngineError},
+    config::{Builders, EngineConfig, EngineError},
     cpu::CpuExecutor,
     executor::{
-        CacheRequest, Executor, ExecutorSetup, FullGraph, GraphPlan, RowSampling, Step,
-        StepFailure, StepResults, capture_shape,
+        CacheRequest, Executor, ExecutorSetup, RowSampling, Step, StepFailure, StepResults,
     },
     kv::KvCacheManager,
     output::{FinishReason, GenerationRequest, RequestError, RequestId, RequestUpdate, StepOutput},
     request::RequestKey,
     runner::ModelRunner,
-    sampling::{Sampler, SamplingParams, StopMatcher},
-    scheduler::{Scheduler, SchedulerLimits},
-    startup::Startup,
+    sampling::{Sampler, StopMatcher},
+    scheduler::{Scheduler, SchedulerLimits, TenantIndex},
+    startup::{Startup, depth, graph_plan},
+    tenants::{TenantStats, Tenants},
     timings::{EngineStats, Lap, StepTimings},
     tokenizer::{TextStream, Tokenizer},
 };
@@ -42,29 +45,17 @@ use crate::{
 /// For tests and evaluation: sees the row of logits from which each token is chosen, with the token's place in the output.
 pub type LogitsObserver = Box<dyn FnMut(RequestId, usize, &[f32]) + Send>;
 
-/// The text of one request.
-struct Text {
-    stream: TextStream,
-    stops: StopMatcher,
-}
-
-/// What the engine keeps of a request besides the scheduler's state.
-struct Active {
-    id: RequestId,
-    params: SamplingParams,
-    sampler: Sampler,
-    forced: Vec<u32>,
-    text: Option<Text>,
-}
-
 /// One row of a step in flight.
 #[derive(Clone, Copy)]
 struct FlightRow {
     key: RequestKey,
     /// The request's admission: the key may be another's by the time the step is collected.
     epoch: u64,
+    tenant: TenantIndex,
     /// Tokens computed before the step.
     start: usize,
+    /// Tokens computed in it.
+    num_tokens: usize,
     /// Does the step choose a token for it?
     samples: bool,
 }
@@ -95,6 +86,7 @@ pub struct Engine {
     depth: usize,
     tokenizer: Option<Arc<Tokenizer>>,
     scheduler: Scheduler,
+    tenants: Tenants,
     batch: InputBatch,
     attention: Attention,
     /// By request key.
@@ -119,39 +111,39 @@ pub struct Engine {
 impl Engine {
     /// Makes the layers, their builders, and a KV cache of the configured size, on the CPU; with a memory fraction, after a
     /// profile run. Without a tokenizer the engine makes no text.
-    pub fn new(
+    pub fn new<'a>(
         config: &EngineConfig,
         model: Box<dyn ModelRunner>,
         tokenizer: Option<Arc<Tokenizer>>,
         sandbox: &Sandbox,
-        source: &BuilderSource,
+        builders: impl Into<Builders<'a>>,
     ) -> Result<Self, EngineError> {
         let plan = AttentionPlan::new(config, model.config())?;
-        Self::with_plan(config, plan, model, tokenizer, sandbox, source)
+        Self::with_plan(config, plan, model, tokenizer, sandbox, builders)
     }
 
     /// As [`Engine::new`], with the plan that was made of the same config and model: for a caller whose source depends on
     /// the backend that was chosen.
-    pub fn with_plan(
+    pub fn with_plan<'a>(
         config: &EngineConfig,
         plan: AttentionPlan,
         model: Box<dyn ModelRunner>,
         tokenizer: Option<Arc<Tokenizer>>,
         sandbox: &Sandbox,
-        source: &BuilderSource,
+        builders: impl Into<Builders<'a>>,
     ) -> Result<Self, EngineError> {
         let executor = Box::new(CpuExecutor::new(model));
-        Self::with_executor(config, plan, executor, tokenizer, sandbox, source)
+        Self::with_executor(config, plan, executor, tokenizer, sandbox, builders)
     }
 
-    /// As [`Engine::with_plan`], on any device: `plan` was made of the same config and the executor's model and facts.
-    pub fn with_executor(
+    /// As [`Engine::with_plan`], on any device, and with builders for tenants' slots if [`Builders`] are given: `plan` was made of the same config and the executor's model and facts.
+    pub fn with_executor<'a>(
         config: &EngineConfig,
         plan: AttentionPlan,
         mut executor: Box<dyn Executor>,
         tokenizer: Option<Arc<Tokenizer>>,
         sandbox: &Sandbox,
-        source: &BuilderSource,
+        builders: impl Into<Builders<'a>>,
     ) -> Result<Self, EngineError> {
         let facts = executor.facts(config)?;
         if facts != *plan.facts() {
@@ -183,6 +175,11 @@ impl Engine {
             .iter()
             .map(|group| plan.builder_config(group, config, &sizes, table_width))
             .collect::<Result<Vec<_>, _>>()?;
+        let tenants = Tenants::new(&config.tenants, config.default_share);
+        let max_segments = config
+            .max_tenant_segments
+            .min(executor.max_segments())
+            .min(tenants.num_segments());
         let blocks_of_one = limits.max_model_len.div_ceil(config.block_size);
         executor.setup(&ExecutorSetup {
             config,
@@ -195,11 +192,12 @@ impl Engine {
                 block_bytes: plan.block_bytes(),
                 most: limits.max_num_seqs * blocks_of_one + 1,
             },
+            max_segments,
         })?;
-        let mut attention = Attention::new(plan, groups, sandbox, source, |group| {
-            executor.acceptance(group)
-        })?;
-        let infos = attention.builders().map(|(_, info)| info);
+        let acceptance = |group| executor.acceptance(group);
+        let builders = builders.into();
+        let mut attention = Attention::new(config, plan, groups, sandbox, builders, acceptance)?;
+        let infos = attention.builders().map(|(_, info, layers)| (info, layers));
         let startup = Startup::new(config, attention.plan(), infos)?;
         let graphs = graph_plan(config, &startup, &mut attention)?;
         let num_blocks = executor.start(graphs)?;
@@ -213,7 +211,8 @@ impl Engine {
             executor,
             depth,
             tokenizer,
-            scheduler: Scheduler::new(limits, kv),
+            scheduler: Scheduler::with_tenants(limits, kv, tenants.shares(), max_segments),
+            tenants,
             batch,
             attention,
             active: Vec::new(),
@@ -252,7 +251,7 @@ impl Engine {
         &self.scheduler
     }
 
-    /// Handles that replace the groups' builders while requests run. Empty with a native builder.
+    /// Handles that replace the groups' builders while requests run, those for everybody. Empty with a native builder.
     pub fn reload_handles(&self) -> Vec<ReloadHandle> {
         self.attention.reload_handles()
     }
@@ -262,9 +261,16 @@ impl Engine {
         self.attention.group_handles()
     }
 
-    /// Each attention group's name and what its builder says of itself.
+    /// The handles of tenants' own builders, with each group's layers.
+    pub fn tenant_handles(&self) -> Vec<(&TenantName, ReloadHandle, &AttentionGroup)> {
+        self.attention.tenant_handles()
+    }
+
+    /// The name of each slot of each attention group, and what its builder says of itself.
     pub fn builders(&self) -> impl Iterator<Item = (&str, &BuilderInfo)> {
-        self.attention.builders()
+        self.attention
+            .builders()
+            .map(|(name, info, _)| (name, info))
     }
 
     /// Counts and times since the start.
@@ -278,6 +284,15 @@ impl Engine {
             waiting: self.scheduler.num_waiting(),
             ..self.stats
         }
+    }
+
+    /// Counts for each tenant; the first are those of nobody in particular.
+    pub fn tenant_stats(&mut self) -> &[TenantStats] {
+        for (index, stats) in self.tenants.stats.iter_mut().enumerate() {
+            let tenant = TenantIndex(index as u32);
+            (stats.running, stats.waiting) = self.scheduler.num_of_tenant(tenant);
+        }
+        &self.tenants.stats
     }
 
     /// For tests and evaluation: `observer` sees every row of logits from which a token is chosen, before the token counts.
@@ -327,7 +342,9 @@ impl Engine {
             prompt,
             params,
             forced,
+            tenant,
         } = request;
+        let owner = self.tenants.owner(tenant.as_ref())?;
         let sampler = Sampler::new(&params)?;
         self.check_tokens(&prompt)?;
         self.check_tokens(&forced)?;
@@ -338,7 +355,9 @@ impl Engine {
             stream: TextStream::new(true),
             stops: StopMatcher::new(&params.stop),
         });
-        let key = self.scheduler.add(prompt, Some(params.max_tokens))?;
+        let max_tokens = Some(params.max_tokens);
+        let key = self.scheduler.add_for(owner, prompt, max_tokens)?;
+        self.tenants.stats[owner.tenant.index()].requests += 1;
         if self.active.len() <= key.index() {
             self.active.resize_with(key.index() + 1, || None);
         }
@@ -420,16 +439,23 @@ impl Engine {
         let ran = self.run(&mut timings);
         flight.num_tokens = num_tokens;
         flight.timings = timings;
-        if let Err(failure) = ran {
-            lap.ns();
-            self.fail(&failure, &flight);
-            flight.timings.output_ns += lap.ns();
-            self.count(flight);
-            return Submitted::Failed;
-        }
+        let outcome = match ran {
+            Ok(outcome) => outcome,
+            Err(failure) => {
+                lap.ns();
+                self.fail(&failure, &flight);
+                flight.timings.output_ns += lap.ns();
+                self.count(flight);
+                return Submitted::Failed;
+            }
+        };
         self.scheduler.complete();
+        self.fail_segments(&outcome, &flight);
         let samples = flight.rows.iter().filter(|row| row.samples);
         for (index, (row, sampling)) in samples.zip(&self.sampling).enumerate() {
+            if !self.scheduler.is_current(row.key, row.epoch) {
+                continue;
+            }
             let feed = match sampling.forced {
                 Some(token) => token as i32,
                 None => feed_reference(index),
@@ -448,6 +474,7 @@ impl Engine {
         self.batch.begin();
         for row in &self.scheduler.last_schedule().rows {
             let request = self.scheduler.request(row.key);
+            self.batch.begin_segment(row.segment);
             self.batch.push_scheduled(request, row.num_tokens);
             let end = request.num_computed() + row.num_tokens;
             let samples = end == request.num_tokens_with_pending();
@@ -458,20 +485,24 @@ impl Engine {
             flight.rows.push(FlightRow {
                 key: row.key,
                 epoch: request.epoch,
+                tenant: row.tenant,
                 start: request.num_computed(),
+                num_tokens: row.num_tokens,
                 samples,
             });
         }
+        self.batch.divide();
     }
 
     /// Metadata, and the step to the executor.
-    fn run(&mut self, timings: &mut StepTimings) -> Result<(), StepFailure> {
+    fn run(&mut self, timings: &mut StepTimings) -> Result<BuildOutcome, StepFailure> {
         self.batch.check().map_err(StepError::Slots)?;
         let mut lap = Lap::start();
         // The builders first: graphs that a new version needs are there before the version is.
         self.attention.step_boundary();
         self.executor.step_boundary()?;
-        let graph = self.executor.dispatch(&self.batch.query());
+        let num_segments = self.batch.num_segments();
+        let graph = self.executor.dispatch(&self.batch.query(), num_segments);
         if graph.cg_mode != RuntimeMode::None {
             let rows = graph
                 .num_reqs
@@ -484,20 +515,17 @@ impl Engine {
                 })?;
         }
         timings.batch_ns += lap.ns();
-        let outcome = self.attention.build(
-            self.batch.common(),
-            &self.batch.inputs(),
-            &graph,
-            &mut *self.executor,
-            timings,
-        )?;
+        let outcome = self
+            .attention
+            .build(&self.batch, &graph, &mut *self.executor, timings)?;
         self.stats.fallback_steps += u64::from(outcome.fell_back);
         self.executor.submit(Step {
             batch: &mut self.batch,
             graph,
             sampling: &self.sampling,
             observe: self.observer.is_some(),
-        })
+        })?;
+        Ok(outcome)
     }
 
     /// Waits for a step and gives its tokens to its requests.
@@ -539,6 +567,8 @@ impl Engine {
         self.output.num_tokens += flight.num_tokens;
         self.stats.steps += 1;
         self.stats.tokens_computed += flight.num_tokens as u64;
+        self.tenants
+            .count_step(flight.rows.iter().map(|row| (row.tenant, row.num_tokens)));
         self.stats.last = flight.timings;
         self.stats.total += flight.timings;
         self.spare.push(flight);
@@ -570,7 +600,9 @@ impl Engine {
     fn emit_token(&mut self, key: RequestKey, token: u32) {
         self.scheduler.append(key, token);
         self.stats.tokens_sampled += 1;
-        let at_limit = self.scheduler.request(key).is_at_limit();
+        let request = self.scheduler.request(key);
+        let at_limit = request.is_at_limit();
+        self.tenants.stats[request.tenant().index()].tokens_sampled += 1;
         let Some(active) = self.active[key.index()].as_mut() else {
             return;
         };
@@ -612,7 +644,8 @@ impl Engine {
         };
         let id = active.id;
         self.forget(id, key);
-        self.scheduler.finish(key);
+        let request = self.scheduler.finish(key);
+        self.tenants.stats[request.tenant().index()].failed_requests += 1;
         self.output.updates.push(RequestUpdate {
             id,
             token: None,
@@ -627,7 +660,7 @@ impl Engine {
     fn fail(&mut self, failure: &StepFailure, flight: &Flight) {
         tracing::error!(error = ?failure, "a step failed; its requests end with an error");
         self.stats.failed_steps += 1;
-        self.end_rows(failure, flight);
+        self.end_rows(failure, &flight.rows);
         if let StepFailure::Device {
             message,
             fatal: true,
@@ -637,16 +670,28 @@ impl Engine {
         }
     }
 
-    fn end_rows(&mut self, failure: &StepFailure, flight: &Flight) {
+    /// Ends the requests of a step's segments that have no metadata. The others' rows run; these run beside them and nobody looks
+    /// at what they come to.
+    fn fail_segments(&mut self, outcome: &BuildOutcome, flight: &Flight) {
+        self.stats.failed_steps += u64::from(!outcome.failed.is_empty());
+        for (index, error) in &outcome.failed {
+            tracing::error!(%error, "a segment of a step failed; its requests end with an error");
+            let segment = self.batch.segment(*index);
+            let rows = segment.first_row..segment.first_row + segment.common.num_reqs as usize;
+            self.end_rows(&error.clone().into(), &flight.rows[rows]);
+        }
+    }
+
+    fn end_rows(&mut self, failure: &StepFailure, rows: &[FlightRow]) {
         let current = |scheduler: &Scheduler, row: &FlightRow| {
             scheduler.is_current(row.key, row.epoch).then_some(row.key)
         };
-        for row in &flight.rows {
+        for row in rows {
             if let Some(key) = current(&self.scheduler, row) {
                 self.scheduler.withdraw(key, row.start);
             }
         }
-        for row in &flight.rows {
+        for row in rows {
             if let Some(key) = current(&self.scheduler, row) {
                 self.end_with(key, failure.for_request());
             }
@@ -657,7 +702,7 @@ impl Engine {
     fn fail_flights(&mut self, failure: &StepFailure) {
         let mut flights = std::mem::take(&mut self.flights);
         for flight in &mut flights {
-            self.end_rows(failure, flight);
+            self.end_rows(failure, &flight.rows);
             flight.dropped = true;
         }
         self.flights = flights;
@@ -679,109 +724,4 @@ impl Engine {
             }
         }
     }
-}
-
-impl Active {
-    /// How the token at `index` of the output is chosen.
-    fn sampling(&mut self, index: usize) -> RowSampling {
-        let choice = self.sampler.choice();
-        let forced = self.forced.get(index).copied();
-        RowSampling {
-            temperature: choice.temperature,
-            top_p: choice.top_p,
-            top_k: u32::try_from(choice.top_k).unwrap_or(u32::MAX),
-            uniform: match forced {
-                Some(_) => 0.0,
-                None => self.sampler.draw(),
-            },
-            forced,
-        }
-    }
-}
-
-impl Text {
-    /// The text that became certain, and whether a stop string ended it. A stop token's own text is not shown; at the end
-    /// everything held back is.
-    fn push(
-        &mut self,
-        tokenizer: &Tokenizer,
-        token: u32,
-        is_stop: bool,
-        is_last: bool,
-    ) -> (String, bool) {
-        let mut text = String::new();
-        if !is_stop {
-            let piece = self.stream.push(tokenizer, token);
-            let outcome = self.stops.push(&piece);
-            text = outcome.text;
-            if outcome.stopped.is_some() {
-                return (text, true);
-            }
-        }
-        if is_stop || is_last {
-            let outcome = self.stops.push(&self.stream.finish(tokenizer));
-            text.push_str(&outcome.text);
-            if outcome.stopped.is_some() {
-                return (text, true);
-            }
-            text.push_str(&self.stops.finish());
-        }
-        (text, false)
-    }
-}
-
-/// Steps in flight at most, as configured.
-fn depth(config: &EngineConfig, executor: &dyn Executor) -> Result<usize, EngineError> {
-    match (config.async_scheduling, executor.depth()) {
-        (Some(false), _) => Ok(1),
-        (Some(true), 1) => Err(EngineError::Setting {
-            name: "async_scheduling",
-            value: "true".to_owned(),
-            remedy: "this device runs steps on the thread that prepares them; leave the setting out",
-        }),
-        // A feed reference names a token of the step just before.
-        (_, depth) => Ok(depth.clamp(1, 2)),
-    }
-}
-
-/// The graphs of the mode that survived, with what the builders promise for each.
-fn graph_plan(
-    config: &EngineConfig,
-    startup: &Startup,
-    attention: &mut Attention,
-) -> Result<GraphPlan, EngineError> {
-    let (mode, sizes) = startup.survived();
-    let manager = CudagraphManager::new(&ManagerConfig {
-        mode,
-        decode_query_lens: &[1],
-        varlen_decode: false,
-        max_num_reqs: config.max_num_seqs as u32,
-        capture_sizes: sizes,
-        max_capture_size: sizes.last().copied().unwrap_or(0),
-        lora_cases: &[0],
-        ubatching: None,
-    });
-    let full = manager
-        .capture_order(RuntimeMode::Full)
-        .into_iter()
-        .map(|descriptor| {
-            let promises = attention.launch_promises(&capture_shape(&descriptor))?;
-            Ok(FullGraph {
-                descriptor,
-                promises,
-            })
-        })
-        .collect::<Result<_, _>>()
-        .map_err(EngineError::Promise)?;
-    let eager = match attention.plan().facts().captures_graphs() {
-        true => attention.eager_promises().map_err(EngineError::Promise)?,
-        false => Vec::new(),
-    };
-    Ok(GraphPlan {
-        mode,
-        piecewise: manager.capture_order(RuntimeMode::Piecewise),
-        manager,
-        full,
-        eager,
-    })
 }

@@ -6,8 +6,8 @@
 //! batch's token ids, and the device looks them up itself.
 //!
 //! Calls come in this order. Once: `facts`, `setup`, `acceptance` of each group, `start`. Then for each step: `step_boundary`,
-//! `dispatch`, `promise` and `prepare` of each group (`prepare` again where the plain builder steps in), `submit`; and one
-//! `collect` for each step that was submitted without an error, oldest first.
+//! `dispatch`, `promise` and `prepare` of each group and segment (`prepare` again where the plain builder steps in; `leave_out`
+//! where a segment has no metadata), `submit`; and one `collect` for each step that was submitted without an error, oldest first.
 //!
 //! This module must never know a device, a scheduler or a builder.
 
@@ -115,6 +115,8 @@ pub struct ExecutorSetup<'a> {
     pub table_width: usize,
     /// The KV cache that is wanted.
     pub cache: CacheRequest,
+    /// Segments of a step at most.
+    pub max_segments: usize,
 }
 
 /// A full graph to capture, with what its steps keep to.
@@ -250,6 +252,11 @@ pub trait Executor: Send {
         1
     }
 
+    /// Segments that a step may have: a device that launches attention once for the whole batch takes one.
+    fn max_segments(&self) -> usize {
+        1
+    }
+
     /// Makes every layer, without a cache.
     ///
     /// # Errors
@@ -278,8 +285,8 @@ pub trait Executor: Send {
         Ok(())
     }
 
-    /// How a batch runs, and padded to what.
-    fn dispatch(&mut self, query: &BatchQuery) -> BatchExecutionDescriptor {
+    /// How a batch of so many segments runs, and padded to what. With several it is no full graph, and rows are not padded.
+    fn dispatch(&mut self, query: &BatchQuery, _num_segments: usize) -> BatchExecutionDescriptor {
         BatchExecutionDescriptor {
             cg_mode: RuntimeMode::None,
             num_tokens: query.num_tokens,
@@ -296,17 +303,22 @@ pub trait Executor: Send {
         None
     }
 
-    /// Takes a group's metadata for the step that is submitted next. It has passed the verifier with `context`. Replaces what
-    /// was prepared for that group before.
+    /// Takes a group's metadata of one segment of the step that is submitted next. It has passed the verifier with `context`,
+    /// which is that segment's. Replaces what was prepared for them before.
     ///
     /// # Errors
     /// Whatever the device does not execute: the group's plain builder may still serve.
     fn prepare(
         &mut self,
         group: usize,
+        segment: usize,
         metadata: &Metadata,
         context: &VerifyContext<'_>,
     ) -> Result<(), Unprepared>;
+
+    /// A segment of a step of several has no metadata. Its rows stay in the batch, so that no other row's numbers change; their
+    /// attention is zero in every layer and nobody looks at their tokens. Called instead of, or after, its `prepare`.
+    fn leave_out(&mut self, segment: usize);
 
     /// Begins a step.
     ///

@@ -3,6 +3,7 @@
 //! - [`engine::Engine`] is the step loop; [`handle::EngineHandle`] runs one on a thread of its own.
 //! - [`scheduler`], [`kv`] and [`batch`] make each step's rows, blocks and host tensors.
 //! - [`AttentionPlan`] puts the rule book's questions: backend, groups, block sizes; `startup` the rest, and reports.
+//! - `tenants` says who requests belong to, and what each tenant is entitled to.
 //! - [`executor`] is what the step loop asks of a device; [`cpu`] answers on the host, [`simulated`] computes nothing.
 //! - `attention` holds each attention group's builder and verifier, whatever the device.
 //! - [`model`], [`tokenizer`], [`chat`] and [`sampling`] are everything that is not attention.
@@ -28,12 +29,14 @@ pub mod sampling;
 pub mod scheduler;
 pub mod simulated;
 mod startup;
+mod tenants;
 pub mod timings;
 pub mod tokenizer;
 
 pub use attention::{AttentionPlan, StepError, backend_name};
 pub use config::{
-    BuilderSource, CacheSize, DeviceChoice, EngineConfig, EngineError, KvCacheDtype, ModelDtype,
+    BuilderSource, Builders, CacheSize, DeviceChoice, EngineConfig, EngineError, KvCacheDtype,
+    ModelDtype,
 };
 pub use cpu::CpuExecutor;
 pub use engine::Engine;
@@ -42,4 +45,5 @@ pub use handle::{EngineHandle, RequestEvent, RequestStream};
 pub use output::{FinishReason, GenerationRequest, RequestError, RequestId, StepOutput};
 pub use runner::ModelRunner;
 pub use simulated::SimulatedExecutor;
+pub use tenants::{SlotConfig, TenantConfig, TenantStats};
 pub use timings::{EngineStats, StepTimings};

@@ -1,5 +1,7 @@
 //! What requests are, going in, and what comes out of each step.
 
+use timetable_sandbox::TenantName;
+
 use crate::{
     attention::StepError,
     executor::StepFailure,
@@ -20,6 +22,8 @@ pub struct GenerationRequest {
     pub params: SamplingParams,
     /// For tests and evaluation only: these tokens are taken instead of sampled ones, as far as they go (teacher forcing).
     pub forced: Vec<u32>,
+    /// Whose it is; none: of nobody in particular.
+    pub tenant: Option<TenantName>,
 }
 
 /// Why a request ended.
@@ -56,6 +60,16 @@ pub enum RequestError {
         index: usize,
         /// Tokens that the model has.
         vocab_size: usize,
+    },
+    /// A tenant that is not configured, where others are.
+    #[error(
+        "tenant `{name}` is not configured here; there are {known}: use one of them, or add it to the configuration"
+    )]
+    UnknownTenant {
+        /// As the request named it.
+        name: TenantName,
+        /// Those that are.
+        known: String,
     },
     /// Stop strings need text, and the engine has no tokenizer.
     #[error("stop strings were given but the engine has no tokenizer: use stop_token_ids")]

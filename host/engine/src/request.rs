@@ -2,7 +2,7 @@
 //!
 //! This module must never know text, sampling or who is waiting for the answer.
 
-use crate::kv::RequestBlocks;
+use crate::{kv::RequestBlocks, scheduler::TenantIndex};
 
 /// A request inside the scheduler: an index that is reused after the request has ended. Rows, samplers and streams are found
 /// by it.
@@ -33,6 +33,9 @@ pub struct Request {
     /// No further token once there are this many.
     pub(crate) max_total_tokens: usize,
     pub(crate) blocks: RequestBlocks,
+    pub(crate) tenant: TenantIndex,
+    /// Place in the order in which requests were taken in.
+    pub(crate) arrival: u64,
     /// Index in the table of running requests (`req_idx`); none while waiting.
     pub(crate) slot: Option<u32>,
     /// Changes with each admission, so that a table row knows when its occupant's blocks are others.
@@ -69,6 +72,11 @@ impl Request {
     /// Blocks held, in the order of the tokens.
     pub fn blocks(&self) -> &[u32] {
         &self.blocks.ids
+    }
+
+    /// Whose it is.
+    pub fn tenant(&self) -> TenantIndex {
+        self.tenant
     }
 
     /// Index in the table of running requests; none while waiting.

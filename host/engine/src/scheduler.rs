@@ -4,14 +4,29 @@
 //! which they were admitted; then waiting ones, with as much of their prompt as the token budget leaves (chunked prefill).
 //! When a running request finds no block, the youngest running request loses all of its blocks and is computed again later.
 //!
+//! That order holds within a tenant. Where tenants compete, a step's tokens are dealt by their weights ([`shares`]) and what one
+//! leaves the others get; a free row goes to the one with the fewest for its weight; and blocks are taken from the one that
+//! holds the most for its weight. The request that came first of all that run keeps its blocks, so that each one's turn
+//! comes. With one tenant at work nothing of this shows.
+//!
+//! Rows of equal *segment* (tenants that one builder serves) stand together in a step, which has a most of segments; the others
+//! wait their turn.
+//!
 //! A step may be scheduled while the one before it runs: a request whose token is not known yet counts as one token longer
 //! (`num_pending`). Blocks that a request gives back meanwhile may be handed out at once, because a device runs steps in the order
 //! in which they were submitted.
 //!
 //! The scheduler must never know the model, a tensor, or a metadata builder.
 
-use std::collections::VecDeque;
+mod shares;
+mod tenant;
 
+pub use self::tenant::{Owner, TenantIndex, TenantShare};
+
+use self::{
+    shares::{Claim, deal},
+    tenant::Tenant,
+};
 use crate::{
     kv::{KvCacheManager, PrefixHit, RequestBlocks},
     request::{Request, RequestKey},
@@ -68,13 +83,17 @@ pub enum AddRequestError {
 pub struct ScheduledRow {
     /// Whose row.
     pub key: RequestKey,
+    /// The tenant that it belongs to.
+    pub tenant: TenantIndex,
+    /// The tenant's segment.
+    pub segment: u32,
     /// Tokens computed in this step, at least 1.
     pub num_tokens: usize,
     /// Place in the order in which rows were scheduled.
     rank: u32,
 }
 
-/// A step's rows, decodes first.
+/// A step's rows: by segment, and within each decodes first.
 #[derive(Clone, Debug, Default)]
 pub struct Schedule {
     /// Rows in batch order.
@@ -87,10 +106,12 @@ pub struct Schedule {
 
 impl Schedule {
     /// Adds a row and keeps the sum.
-    fn push(&mut self, key: RequestKey, num_tokens: usize) {
+    fn push(&mut self, key: RequestKey, tenant: TenantIndex, segment: u32, num_tokens: usize) {
         let rank = self.rows.len() as u32;
         self.rows.push(ScheduledRow {
             key,
+            tenant,
+            segment,
             num_tokens,
             rank,
         });
@@ -100,8 +121,10 @@ impl Schedule {
     /// Single-token rows first, then by length, ties as scheduled: the recorded runner's order for rows without drafts.
     /// Unstable sorting with the rank as the last key, because stable sorting allocates.
     fn order_rows(&mut self) {
-        self.rows
-            .sort_unstable_by_key(|row| (row.num_tokens != 1, row.num_tokens, row.rank));
+        self.rows.sort_unstable_by_key(|row| {
+            let is_longer = row.num_tokens != 1;
+            (row.segment, is_longer, row.num_tokens, row.rank)
+        });
     }
 }
 
@@ -111,18 +134,48 @@ pub struct Scheduler {
     kv: KvCacheManager,
     requests: Vec<Option<Request>>,
     free_keys: Vec<RequestKey>,
-    waiting: VecDeque<RequestKey>,
+    /// By [`TenantIndex`]; at least one.
+    tenants: Vec<Tenant>,
+    /// What they claim of the step that is being scheduled; memory that is reused.
+    claims: Vec<Claim>,
+    /// Segments that compete for a place in it, with the level of each one's lowest tenant; memory that is reused.
+    turns: Vec<(f64, u32)>,
+    /// Up to which tenants that competed were served: where one that comes anew begins.
+    level: f64,
+    /// The same of this step alone.
+    step_level: f64,
+    max_segments: usize,
     running: Vec<RequestKey>,
-    free_slots: Vec<u32>,
+    /// Free indexes in the tables of running requests. One table for each segment: a builder sees its own rows' indexes, which
+    /// say nothing of others.
+    free_slots: Vec<Vec<u32>>,
+    next_arrival: u64,
     next_epoch: u64,
     schedule: Schedule,
     num_preemptions: u64,
 }
 
 impl Scheduler {
+    /// For requests of nobody in particular.
+    ///
     /// # Panics
     /// If a limit is 0.
     pub fn new(limits: SchedulerLimits, kv: KvCacheManager) -> Self {
+        Self::with_tenants(limits, kv, &[TenantShare::default()], usize::MAX)
+    }
+
+    /// For `tenants`, the first of which stands for nobody in particular, and steps with rows of at most `max_segments` segments.
+    ///
+    /// # Panics
+    /// If a limit is 0, or there is no tenant.
+    pub fn with_tenants(
+        limits: SchedulerLimits,
+        kv: KvCacheManager,
+        tenants: &[TenantShare],
+        max_segments: usize,
+    ) -> Self {
+        assert!(!tenants.is_empty(), "no tenant");
+        assert!(max_segments > 0, "max_segments is 0");
         assert!(limits.max_num_seqs > 0, "max_num_seqs is 0");
         assert!(
             limits.max_num_batched_tokens > 0,
@@ -134,9 +187,15 @@ impl Scheduler {
             kv,
             requests: Vec::new(),
             free_keys: Vec::new(),
-            waiting: VecDeque::new(),
+            claims: Vec::with_capacity(tenants.len()),
+            turns: Vec::with_capacity(tenants.len()),
+            level: 0.0,
+            step_level: 0.0,
+            max_segments,
             running: Vec::with_capacity(rows),
-            free_slots: (0..rows as u32).collect(),
+            free_slots: vec![(0..rows as u32).collect(); num_segments(tenants)],
+            tenants: tenants.iter().copied().map(Tenant::new).collect(),
+            next_arrival: 0,
             next_epoch: 0,
             schedule: Schedule {
                 rows: Vec::with_capacity(rows),
@@ -164,7 +223,13 @@ impl Scheduler {
 
     /// Requests that hold nothing yet, or no longer.
     pub fn num_waiting(&self) -> usize {
-        self.waiting.len()
+        self.tenants.iter().map(|tenant| tenant.waiting.len()).sum()
+    }
+
+    /// A tenant's requests that hold blocks, and those that hold none.
+    pub fn num_of_tenant(&self, tenant: TenantIndex) -> (usize, usize) {
+        let tenant = &self.tenants[tenant.index()];
+        (tenant.num_running, tenant.waiting.len())
     }
 
     /// Times that a request lost its blocks.
@@ -188,9 +253,19 @@ impl Scheduler {
         request.is_some_and(|request| request.epoch == epoch)
     }
 
-    /// Takes a request in. `max_tokens`: of output; none: as many as context and cache allow.
+    /// Takes a request of nobody in particular in. `max_tokens`: of output; none: as many as context and cache allow.
     pub fn add(
         &mut self,
+        prompt: Vec<u32>,
+        max_tokens: Option<usize>,
+    ) -> Result<RequestKey, AddRequestError> {
+        self.add_for(Owner::default(), prompt, max_tokens)
+    }
+
+    /// As [`Scheduler::add`], for a tenant of the scheduler's table.
+    pub fn add_for(
+        &mut self,
+        owner: Owner,
         prompt: Vec<u32>,
         max_tokens: Option<usize>,
     ) -> Result<RequestKey, AddRequestError> {
@@ -204,11 +279,14 @@ impl Scheduler {
             num_pending: 0,
             feed: 0,
             max_total_tokens,
-            blocks: RequestBlocks::default(),
+            blocks: RequestBlocks::rooted(owner.prefix_root),
+            tenant: owner.tenant,
+            arrival: self.next_arrival,
             slot: None,
             epoch: 0,
             num_preemptions: 0,
         };
+        self.next_arrival += 1;
         let key = match self.free_keys.pop() {
             Some(key) => {
                 self.requests[key.index()] = Some(request);
@@ -219,7 +297,7 @@ impl Scheduler {
                 RequestKey(self.requests.len() as u32 - 1)
             }
         };
-        self.waiting.push_back(key);
+        self.tenants[owner.tenant.index()].waiting.push_back(key);
         Ok(key)
     }
 
@@ -264,9 +342,19 @@ impl Scheduler {
         self.schedule.rows.clear();
         self.schedule.preempted.clear();
         self.schedule.num_tokens = 0;
+        let compete = self.deal_tokens();
         self.schedule_running();
         if self.schedule.preempted.is_empty() {
             self.schedule_waiting();
+            if compete {
+                self.schedule_what_is_left();
+            }
+        }
+        if compete {
+            if self.schedule.rows.is_empty() {
+                self.schedule_first_come();
+            }
+            self.charge();
         }
         self.schedule.order_rows();
         &self.schedule
@@ -277,52 +365,164 @@ impl Scheduler {
         &self.schedule
     }
 
-    fn schedule_running(&mut self) {
-        let mut index = 0;
-        while index < self.running.len() {
-            let budget = self.limits.max_num_batched_tokens - self.schedule.num_tokens;
-            if budget == 0 {
-                break;
+    /// Says how many tokens of the step each tenant may have. True if several tenants have work: only then anybody's part is
+    /// less than the whole.
+    fn deal_tokens(&mut self) -> bool {
+        let budget = self.limits.max_num_batched_tokens;
+        let at_work = self.tenants.iter().filter(|tenant| tenant.is_at_work());
+        let compete = at_work.take(2).count() == 2;
+        for tenant in &mut self.tenants {
+            tenant.waits = false;
+            tenant.left = budget;
+            tenant.scheduled = 0;
+            let is_at_work = tenant.is_at_work();
+            // One that was idle has no claim to what it did not use.
+            if is_at_work && !tenant.was_at_work {
+                tenant.claim.level = tenant.claim.level.max(self.level);
             }
-            let key = self.running[index];
-            // The token that it waits for is its last: nothing follows.
-            if self.request(key).is_at_limit_with_pending() {
-                index += 1;
-                continue;
+            tenant.was_at_work = is_at_work;
+            tenant.claim.demand = 0;
+        }
+        if !compete {
+            return false;
+        }
+        self.measure_demand(budget);
+        self.choose_segments();
+        self.claims.clear();
+        self.claims.extend(self.tenants.iter().map(|tenant| Claim {
+            weight: tenant.share.weight,
+            quota: 0,
+            ..tenant.claim
+        }));
+        self.step_level = deal(&mut self.claims, budget);
+        self.level = self.level.max(self.step_level);
+        for (tenant, claim) in self.tenants.iter_mut().zip(&self.claims) {
+            tenant.claim = *claim;
+            tenant.left = claim.quota;
+        }
+        true
+    }
+
+    /// What each tenant could use of a step: the next tokens of what runs, and prompts, as long as there are rows for them.
+    fn measure_demand(&mut self, budget: usize) {
+        for &key in &self.running {
+            let request = self.requests[key.index()].as_ref().expect("running");
+            if !request.is_at_limit_with_pending() {
+                self.tenants[request.tenant.index()].claim.demand += remaining(request);
             }
-            let (num_tokens, end) = next_chunk(self.request(key), budget);
-            // One request alone always fits: `add` refused it otherwise. So this ends at the latest when it is the last.
-            let mut granted = true;
-            while !self.grow(key, end) {
-                let victim = *self.running.last().expect("this request at least");
-                self.preempt_last();
-                if victim == key {
-                    granted = false;
+        }
+        let free_rows = self.limits.max_num_seqs - self.running.len();
+        for tenant in &mut self.tenants {
+            for key in tenant.waiting.iter().take(free_rows) {
+                let request = self.requests[key.index()].as_ref().expect("waiting");
+                if tenant.claim.demand >= budget || request.num_pending > 0 {
                     break;
                 }
+                tenant.claim.demand += request.tokens.len();
             }
-            if !granted {
-                break;
-            }
-            self.publish(key, end);
-            self.schedule.push(key, num_tokens);
-            index += 1;
+            tenant.claim.demand = tenant.claim.demand.min(budget);
         }
     }
 
-    fn schedule_waiting(&mut self) {
-        while let Some(&key) = self.waiting.front() {
-            let budget = self.limits.max_num_batched_tokens - self.schedule.num_tokens;
-            if budget == 0 || self.running.len() == self.limits.max_num_seqs {
-                break;
+    /// Leaves out the tenants of all but `max_segments` segments: those served least go first.
+    fn choose_segments(&mut self) {
+        self.turns.clear();
+        for tenant in self.tenants.iter().filter(|tenant| tenant.claim.demand > 0) {
+            let (level, segment) = (tenant.claim.level, tenant.share.segment);
+            match self.turns.iter_mut().find(|turn| turn.1 == segment) {
+                Some(turn) => turn.0 = turn.0.min(level),
+                None => self.turns.push((level, segment)),
             }
+        }
+        if self.turns.len() <= self.max_segments {
+            return;
+        }
+        let order = |a: &(f64, u32), b: &(f64, u32)| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1));
+        self.turns.sort_unstable_by(order);
+        let left_out = &self.turns[self.max_segments..];
+        for tenant in &mut self.tenants {
+            let segment = tenant.share.segment;
+            if left_out.iter().any(|turn| turn.1 == segment) {
+                tenant.waits = true;
+                tenant.claim.demand = 0;
+            }
+        }
+    }
+
+    /// What the step gives to each tenant counts, if others wanted it too. Who could not use its part keeps no claim to it.
+    fn charge(&mut self) {
+        for tenant in &mut self.tenants {
+            let claim = &mut tenant.claim;
+            if claim.demand == 0 && tenant.scheduled == 0 {
+                continue;
+            }
+            claim.level += tenant.scheduled as f64 / claim.weight;
+            if claim.quota == claim.demand || tenant.scheduled < claim.quota {
+                claim.level = claim.level.max(self.step_level);
+            }
+        }
+    }
+
+    /// Tokens that the step has room for.
+    fn budget(&self) -> usize {
+        self.limits.max_num_batched_tokens - self.schedule.num_tokens
+    }
+
+    fn schedule_running(&mut self) {
+        let mut index = 0;
+        while index < self.running.len() && self.budget() > 0 {
+            let key = self.running[index];
+            let request = self.request(key);
+            let part = self.tenants[request.tenant.index()].left.min(self.budget());
+            // The token that it waits for is its last: nothing follows.
+            if part == 0 || request.is_at_limit_with_pending() {
+                index += 1;
+                continue;
+            }
+            let num_tokens = remaining(request).min(part);
+            let end = request.num_computed + num_tokens;
+            debug_assert!(num_tokens > 0, "a running request without a next token");
+            // One request alone always fits: `add` refused it otherwise. So this ends at the latest when it is the last.
+            let mut granted = true;
+            while granted && !self.grow(key, end) {
+                let victim = self.victim();
+                granted = self.running[victim] != key;
+                index -= usize::from(victim < index);
+                self.preempt(victim);
+            }
+            if granted {
+                self.push_row(key, num_tokens, end);
+                index += 1;
+            }
+        }
+    }
+
+    /// A row for a request that holds the blocks of its first `end` tokens.
+    fn push_row(&mut self, key: RequestKey, num_tokens: usize, end: usize) {
+        self.publish(key, end);
+        let index = self.request(key).tenant;
+        let tenant = &mut self.tenants[index.index()];
+        tenant.left -= num_tokens;
+        tenant.scheduled += num_tokens;
+        let segment = tenant.share.segment;
+        self.schedule.push(key, index, segment, num_tokens);
+    }
+
+    fn schedule_waiting(&mut self) {
+        while self.budget() > 0 && self.running.len() < self.limits.max_num_seqs {
+            let Some(next) = self.next_to_start() else {
+                break;
+            };
+            let part = self.tenants[next].left.min(self.budget());
+            let key = self.tenants[next].waiting[0];
             let request = self.requests[key.index()].as_mut().expect("waiting");
             // It lost its blocks while a step in flight chooses a token for it: it starts again once that is known.
             if request.num_pending > 0 {
-                break;
+                self.tenants[next].left = 0;
+                continue;
             }
             let hit = self.kv.cached_prefix(&mut request.blocks, &request.tokens);
-            let num_tokens = (request.tokens.len() - hit.num_tokens).min(budget);
+            let num_tokens = (request.tokens.len() - hit.num_tokens).min(part);
             let end = hit.num_tokens + num_tokens;
             if !self
                 .kv
@@ -330,22 +530,108 @@ impl Scheduler {
             {
                 break;
             }
-            self.waiting.pop_front();
-            self.start(key, hit);
-            self.publish(key, end);
-            self.schedule.push(key, num_tokens);
+            self.start(next, hit);
+            self.push_row(key, num_tokens, end);
         }
     }
 
-    fn start(&mut self, key: RequestKey, hit: PrefixHit) {
+    /// Whose first waiting request starts next: of those who may have tokens, the tenant with the fewest rows for its weight,
+    /// then who came first.
+    fn next_to_start(&self) -> Option<usize> {
+        let arrival = |tenant: &Tenant| self.request(tenant.waiting[0]).arrival;
+        let may_start = |tenant: &Tenant| tenant.left > 0 && !tenant.waiting.is_empty();
+        let (index, _) = self
+            .tenants
+            .iter()
+            .enumerate()
+            .filter(|(_, tenant)| may_start(tenant))
+            .min_by(|(_, a), (_, b)| {
+                let rows = a.rows_for_weight().total_cmp(&b.rows_for_weight());
+                rows.then_with(|| arrival(a).cmp(&arrival(b)))
+            })?;
+        Some(index)
+    }
+
+    /// Tokens that a tenant could not use after all (a prefix was cached, a row or a block was missing) go to whoever can.
+    fn schedule_what_is_left(&mut self) {
+        for tenant in self.tenants.iter_mut().filter(|tenant| !tenant.waits) {
+            tenant.left = self.limits.max_num_batched_tokens;
+        }
+        // Rows were pushed in the order of `running`, so that both are walked at once.
+        let (num_rows, mut row) = (self.schedule.rows.len(), 0);
+        for index in 0..self.running.len() {
+            let key = self.running[index];
+            let so_far = match self.schedule.rows[..num_rows].get(row) {
+                Some(scheduled) if scheduled.key == key => scheduled.num_tokens,
+                _ => 0,
+            };
+            row += usize::from(so_far > 0);
+            let request = self.request(key);
+            let tenant = request.tenant.index();
+            let more = (remaining(request) - so_far).min(self.budget());
+            let is_over = request.is_at_limit_with_pending();
+            let end = request.num_computed + so_far + more;
+            if self.tenants[tenant].waits || more == 0 || is_over {
+                continue;
+            }
+            if !self.grow(key, end) {
+                continue;
+            }
+            if so_far == 0 {
+                self.push_row(key, more, end);
+            } else {
+                self.publish(key, end);
+                self.schedule.rows[row - 1].num_tokens += more;
+                self.schedule.num_tokens += more;
+                self.tenants[tenant].scheduled += more;
+            }
+        }
+        self.schedule_waiting();
+    }
+
+    /// Those whose turn it was found no block. The running request that came first of all always can go on, so its segment does.
+    fn schedule_first_come(&mut self) {
+        let arrival = |key: &&RequestKey| self.request(**key).arrival;
+        let Some(&first) = self.running.iter().min_by_key(arrival) else {
+            return;
+        };
+        let of = |tenant: &Tenant| tenant.share.segment;
+        let segment = of(&self.tenants[self.request(first).tenant.index()]);
+        for tenant in &mut self.tenants {
+            let goes_on = of(tenant) == segment;
+            tenant.left = if goes_on {
+                self.limits.max_num_batched_tokens
+            } else {
+                0
+            };
+        }
+        self.schedule_running();
+    }
+
+    fn start(&mut self, tenant: usize, hit: PrefixHit) {
         self.next_epoch += 1;
-        let slot = self.free_slots.pop().expect("fewer running than slots");
+        let tenant = &mut self.tenants[tenant];
+        let key = tenant.waiting.pop_front().expect("it starts");
+        let free = &mut self.free_slots[tenant.share.segment as usize];
+        let slot = free.pop().expect("fewer running than slots");
         let request = self.requests[key.index()].as_mut().expect("waiting");
         request.slot = Some(slot);
         request.epoch = self.next_epoch;
         request.num_computed = hit.num_tokens;
         request.prefill_len = request.tokens.len();
+        tenant.num_running += 1;
         self.running.push(key);
+    }
+
+    /// Gives back the index in the table of running requests; false if the request has none.
+    fn leave_running(&mut self, request: &mut Request) -> bool {
+        let Some(slot) = request.slot.take() else {
+            return false;
+        };
+        let tenant = &mut self.tenants[request.tenant.index()];
+        tenant.num_running -= 1;
+        self.free_slots[tenant.share.segment as usize].push(slot);
+        true
     }
 
     fn grow(&mut self, key: RequestKey, num_tokens: usize) -> bool {
@@ -361,14 +647,51 @@ impl Scheduler {
         self.kv.publish(&mut request.blocks, &request.tokens, known);
     }
 
-    fn preempt_last(&mut self) {
-        let key = self.running.pop().expect("a running request");
-        let request = self.requests[key.index()].as_mut().expect("running");
+    /// Which of the running requests loses its blocks: the youngest of the tenant that holds the most for its weight, but not
+    /// the one that came first of all.
+    fn victim(&mut self) -> usize {
+        let last = self.running.len() - 1;
+        for tenant in &mut self.tenants {
+            tenant.num_blocks = 0;
+        }
+        let mut first = (u64::MAX, last);
+        for (index, key) in self.running.iter().enumerate() {
+            let request = self.requests[key.index()].as_ref().expect("running");
+            self.tenants[request.tenant.index()].num_blocks += request.blocks.ids.len();
+            first = first.min((request.arrival, index));
+        }
+        let of = |index: usize| &self.tenants[self.request(self.running[index]).tenant.index()];
+        let of_one_tenant = of(last).num_running == self.running.len();
+        // From the last on, so that the youngest of a tenant is the one that is found.
+        (0..=last)
+            .rev()
+            .filter(|&index| index != first.1 && !of_one_tenant)
+            .reduce(|found, index| {
+                let more = of(index).blocks_for_weight() > of(found).blocks_for_weight();
+                if more { index } else { found }
+            })
+            .unwrap_or(last)
+    }
+
+    fn preempt(&mut self, index: usize) {
+        let key = self.running.remove(index);
+        let mut request = self.requests[key.index()].take().expect("running");
+        if let Some(row) = self.schedule.rows.iter().position(|row| row.key == key) {
+            // What this step was to write will not be written.
+            let row = self.schedule.rows.remove(row);
+            self.schedule.num_tokens -= row.num_tokens;
+            let tenant = &mut self.tenants[row.tenant.index()];
+            tenant.left += row.num_tokens;
+            tenant.scheduled -= row.num_tokens;
+            let first = request.num_computed / self.kv.block_size();
+            self.kv.unpublish(&mut request.blocks, first);
+        }
         self.kv.release(&mut request.blocks);
+        self.leave_running(&mut request);
         request.num_computed = 0;
         request.num_preemptions += 1;
-        self.free_slots.push(request.slot.take().expect("running"));
-        self.waiting.push_front(key);
+        self.tenants[request.tenant.index()].waiting.push_front(key);
+        self.requests[key.index()] = Some(request);
         self.schedule.preempted.push(key);
         self.num_preemptions += 1;
     }
@@ -408,12 +731,11 @@ impl Scheduler {
         let mut request = self.requests[key.index()]
             .take()
             .expect("the request has ended already");
-        match request.slot.take() {
-            Some(slot) => {
-                self.free_slots.push(slot);
-                self.running.retain(|&other| other != key);
-            }
-            None => self.waiting.retain(|&other| other != key),
+        if self.leave_running(&mut request) {
+            self.running.retain(|&other| other != key);
+        } else {
+            let tenant = &mut self.tenants[request.tenant.index()];
+            tenant.waiting.retain(|&other| other != key);
         }
         self.kv.release(&mut request.blocks);
         self.free_keys.push(key);
@@ -435,9 +757,12 @@ impl Scheduler {
     }
 }
 
-/// The next tokens of a running request under `budget`: how many, and the number computed after them.
-fn next_chunk(request: &Request, budget: usize) -> (usize, usize) {
-    let num_tokens = (request.num_tokens_with_pending() - request.num_computed).min(budget);
-    debug_assert!(num_tokens > 0, "a running request without a next token");
-    (num_tokens, request.num_computed + num_tokens)
+/// Tokens of a running request that the next steps compute.
+fn remaining(request: &Request) -> usize {
+    request.num_tokens_with_pending() - request.num_computed
+}
+
+fn num_segments(tenants: &[TenantShare]) -> usize {
+    let segments = tenants.iter().map(|tenant| tenant.segment as usize + 1);
+    segments.max().unwrap_or(1)
 }

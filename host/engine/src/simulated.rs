@@ -113,6 +113,10 @@ impl Executor for SimulatedExecutor {
         ))
     }
 
+    fn max_segments(&self) -> usize {
+        usize::MAX
+    }
+
     fn setup(&mut self, setup: &ExecutorSetup<'_>) -> Result<(), EngineError> {
         // There is no memory of which a fraction could be meant.
         let CacheSize::Blocks(blocks) = setup.cache.size else {
@@ -133,11 +137,14 @@ impl Executor for SimulatedExecutor {
     fn prepare(
         &mut self,
         _group: usize,
+        _segment: usize,
         _metadata: &Metadata,
         _context: &VerifyContext<'_>,
     ) -> Result<(), Unprepared> {
         Ok(())
     }
+
+    fn leave_out(&mut self, _segment: usize) {}
 
     fn submit(&mut self, step: Step<'_>) -> Result<(), StepFailure> {
         let mut results = self.spare.pop().unwrap_or_default();

@@ -1,18 +1,23 @@
-//! What start-up decides and finds once the builders exist: the CUDA graph mode that survives, and the report.
+//! What start-up decides and finds once the builders exist: the CUDA graph mode that survives, the graphs that are captured, the
+//! steps in flight, and the report.
 //!
 //! Both are the rule book's, kept as data and logged once. This module must never know a step.
 
 use timetable_attention::{
     batch::RunnerGeneration,
-    graphs::{ConfigFacts, Explanation, GraphModes, GroupSupport, Outcome, ResolveInput, explain},
+    graphs::{
+        ConfigFacts, CudagraphManager, Explanation, GraphModes, GroupSupport, ManagerConfig,
+        Outcome, ResolveInput, RuntimeMode, explain,
+    },
+    group::AttentionGroup,
     report::{Hazard, RunFacts, Severity, StartupReport},
 };
 use timetable_types::{BuilderInfo, CudagraphMode, CudagraphSupport};
 
 use crate::{
-    attention::AttentionPlan,
+    attention::{Attention, AttentionPlan},
     config::{EngineConfig, EngineError},
-    executor::DeviceFacts,
+    executor::{DeviceFacts, Executor, FullGraph, GraphPlan, capture_shape},
 };
 
 /// What of this engine's configuration changes the graph mode before a builder is asked: a CPU captures no graphs.
@@ -30,20 +35,17 @@ pub(crate) struct Startup {
 }
 
 impl Startup {
-    /// Asks each group's builder (`infos`, in the order of the plan's groups) for its graph support, and looks for hazards.
+    /// Asks each group's builders (`infos`, every slot's with its group) for their graph support, and looks for hazards.
     ///
     /// # Errors
     /// [`EngineError::Refused`] with the first refusal.
     pub fn new<'a>(
         engine: &EngineConfig,
         plan: &AttentionPlan,
-        infos: impl Iterator<Item = &'a BuilderInfo>,
+        infos: impl Iterator<Item = (&'a BuilderInfo, &'a AttentionGroup)>,
     ) -> Result<Self, EngineError> {
-        let supports: Vec<GroupSupport> = plan
-            .groups()
-            .iter()
-            .zip(infos)
-            .map(|(group, info)| GroupSupport {
+        let supports: Vec<GroupSupport> = infos
+            .map(|(info, group)| GroupSupport {
                 backend: class_name(&group.backend.class).to_owned(),
                 support: info.cudagraph_support,
             })
@@ -161,4 +163,60 @@ fn resolve_input(plan: &AttentionPlan) -> ResolveInput<'_> {
         mamba: None,
         is_profiling: false,
     }
+}
+
+/// Steps in flight at most, as configured.
+pub(crate) fn depth(config: &EngineConfig, executor: &dyn Executor) -> Result<usize, EngineError> {
+    match (config.async_scheduling, executor.depth()) {
+        (Some(false), _) => Ok(1),
+        (Some(true), 1) => Err(EngineError::Setting {
+            name: "async_scheduling",
+            value: "true".to_owned(),
+            remedy: "this device runs steps on the thread that prepares them; leave the setting out",
+        }),
+        // A feed reference names a token of the step just before.
+        (_, depth) => Ok(depth.clamp(1, 2)),
+    }
+}
+
+/// The graphs of the mode that survived, with what the builders promise for each.
+pub(crate) fn graph_plan(
+    config: &EngineConfig,
+    startup: &Startup,
+    attention: &mut Attention,
+) -> Result<GraphPlan, EngineError> {
+    let (mode, sizes) = startup.survived();
+    let manager = CudagraphManager::new(&ManagerConfig {
+        mode,
+        decode_query_lens: &[1],
+        varlen_decode: false,
+        max_num_reqs: config.max_num_seqs as u32,
+        capture_sizes: sizes,
+        max_capture_size: sizes.last().copied().unwrap_or(0),
+        lora_cases: &[0],
+        ubatching: None,
+    });
+    let full = manager
+        .capture_order(RuntimeMode::Full)
+        .into_iter()
+        .map(|descriptor| {
+            let promises = attention.launch_promises(&capture_shape(&descriptor))?;
+            Ok(FullGraph {
+                descriptor,
+                promises,
+            })
+        })
+        .collect::<Result<_, _>>()
+        .map_err(EngineError::Promise)?;
+    let eager = match attention.plan().facts().captures_graphs() {
+        true => attention.eager_promises().map_err(EngineError::Promise)?,
+        false => Vec::new(),
+    };
+    Ok(GraphPlan {
+        mode,
+        piecewise: manager.capture_order(RuntimeMode::Piecewise),
+        manager,
+        full,
+        eager,
+    })
 }

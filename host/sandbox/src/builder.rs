@@ -43,7 +43,7 @@ impl WasmBuilder {
     /// `info`.
     pub fn new(component: &Component, config: &BuilderConfig) -> Result<WasmBuilder, BuildFault> {
         let inner = &component.inner;
-        let sandbox = inner.sandbox.clone();
+        let sandbox = component.sandbox().clone();
         let limits = sandbox.limits();
         let fuel = limits.fuel_fixed;
         let mut store = sandbox.store();

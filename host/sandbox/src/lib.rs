@@ -50,7 +50,7 @@ pub use bundle::{
 pub use cache::CodeCache;
 pub use call::BuilderCall;
 pub use group::{Acceptance, BuiltBy, GroupBuilder, GroupSetup, StepError, StepMetadata};
-pub use limits::Limits;
+pub use limits::{CallLimits, Limits};
 pub use load::{Component, LoadError};
 pub use metrics::{LatencyHistogram, RunningSummary, Summary, chosen};
 pub use observe::{ObservedStep, StepObserver, VersionHandle};

@@ -86,7 +86,83 @@ impl Default for Limits {
     }
 }
 
+/// Those of [`Limits`] that may differ from builder to builder of one sandbox: a tenant's may be tighter. Fields are as there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct CallLimits {
+    /// Unit: fuel.
+    pub fuel_per_call: u64,
+    /// Unit: fuel.
+    pub fuel_per_row: u64,
+    /// Unit: fuel.
+    pub fuel_per_token: u64,
+    /// Unit: fuel.
+    pub fuel_fixed: u64,
+    /// Unit: bytes.
+    pub max_memory_bytes: usize,
+    /// Unit: bytes.
+    pub max_lifted_bytes: usize,
+}
+
+impl Default for CallLimits {
+    /// Those of the default [`Limits`].
+    fn default() -> Self {
+        Limits::default().calls()
+    }
+}
+
+impl CallLimits {
+    /// What exceeds `most`, if anything: field, value, remedy.
+    pub(crate) fn beyond(&self, most: &Limits) -> Option<String> {
+        let bounds = [
+            ("fuel_per_call", self.fuel_per_call, most.fuel_per_call),
+            ("fuel_per_row", self.fuel_per_row, most.fuel_per_row),
+            ("fuel_per_token", self.fuel_per_token, most.fuel_per_token),
+            ("fuel_fixed", self.fuel_fixed, most.fuel_fixed),
+            (
+                "max_memory_bytes",
+                self.max_memory_bytes as u64,
+                most.max_memory_bytes as u64,
+            ),
+            (
+                "max_lifted_bytes",
+                self.max_lifted_bytes as u64,
+                most.max_lifted_bytes as u64,
+            ),
+        ];
+        let (field, value, bound) = bounds.into_iter().find(|(_, value, most)| value > most)?;
+        Some(format!(
+            "{field} is {value}, above the sandbox's {bound}; lower it, or raise the sandbox's"
+        ))
+    }
+}
+
 impl Limits {
+    /// The bounds on calls.
+    pub fn calls(&self) -> CallLimits {
+        CallLimits {
+            fuel_per_call: self.fuel_per_call,
+            fuel_per_row: self.fuel_per_row,
+            fuel_per_token: self.fuel_per_token,
+            fuel_fixed: self.fuel_fixed,
+            max_memory_bytes: self.max_memory_bytes,
+            max_lifted_bytes: self.max_lifted_bytes,
+        }
+    }
+
+    /// These limits with other bounds on calls.
+    pub fn with_calls(&self, calls: &CallLimits) -> Limits {
+        Limits {
+            fuel_per_call: calls.fuel_per_call,
+            fuel_per_row: calls.fuel_per_row,
+            fuel_per_token: calls.fuel_per_token,
+            fuel_fixed: calls.fuel_fixed,
+            max_memory_bytes: calls.max_memory_bytes,
+            max_lifted_bytes: calls.max_lifted_bytes,
+            ..self.clone()
+        }
+    }
+
     /// Fuel of a build for `rows` rows and `tokens` query tokens: 4 × (100 k + 1 k × rows + 100 × tokens) by default.
     pub fn fuel_for_batch(&self, rows: u32, tokens: u32) -> u64 {
         let rows = self.fuel_per_row.saturating_mul(u64::from(rows));

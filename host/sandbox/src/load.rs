@@ -23,10 +23,11 @@ const VERSION: &str = "0.1.0";
 #[derive(Clone)]
 pub struct Component {
     pub(crate) inner: Arc<Inner>,
+    /// Its limits are those of this component's instances.
+    sandbox: Sandbox,
 }
 
 pub(crate) struct Inner {
-    pub(crate) sandbox: Sandbox,
     pub(crate) pre: InstancePre<StoreState>,
     pub(crate) exports: Exports,
     pub(crate) family: Family,
@@ -206,8 +207,8 @@ impl Component {
         })?;
 
         Ok(Component {
+            sandbox: sandbox.clone(),
             inner: Arc::new(Inner {
-                sandbox: sandbox.clone(),
                 pre,
                 exports,
                 family,
@@ -232,9 +233,21 @@ impl Component {
         &self.inner.bytes
     }
 
-    /// The sandbox that it was loaded into.
+    /// The sandbox that it runs in.
     pub fn sandbox(&self) -> &Sandbox {
-        &self.inner.sandbox
+        &self.sandbox
+    }
+
+    /// The same component under the limits of `sandbox`, if that is its own sandbox with other limits on calls.
+    pub(crate) fn under_limits_of(&self, sandbox: &Sandbox) -> Component {
+        let sandbox = match sandbox.shares_engine(&self.sandbox) {
+            true => sandbox,
+            false => &self.sandbox,
+        };
+        Component {
+            inner: self.inner.clone(),
+            sandbox: sandbox.clone(),
+        }
     }
 }
 

@@ -247,6 +247,7 @@ pub(crate) fn prepare(
             found: component.family(),
         });
     }
+    let component = &component.under_limits_of(&shared.sandbox);
     let mut instance = make(shared, component, config)?;
     if let Some(accept) = &shared.acceptance {
         accept(&mut instance).map_err(|reason| ReloadError::NotAccepted {

@@ -11,7 +11,7 @@ use wasmtime::{
 };
 
 use crate::{
-    BundleFigures, CodeCache, Component, FaultDir, Limits, LoadError, Watchdog,
+    BundleFigures, CallLimits, CodeCache, Component, FaultDir, Limits, LoadError, Watchdog,
     bundle::BundleWriter, workshop::Workshop,
 };
 
@@ -19,11 +19,11 @@ use crate::{
 #[derive(Clone)]
 pub struct Sandbox {
     pub(crate) shared: Arc<Shared>,
+    limits: Arc<Limits>,
 }
 
 pub(crate) struct Shared {
     pub(crate) engine: Engine,
-    pub(crate) limits: Limits,
     pub(crate) watchdog: Watchdog,
     pub(crate) cache: Option<CodeCache>,
     bundles: ArcSwapOption<BundleWriter>,
@@ -71,13 +71,34 @@ impl Sandbox {
         Ok(Sandbox {
             shared: Arc::new(Shared {
                 engine,
-                limits,
                 watchdog,
                 cache,
                 bundles: ArcSwapOption::empty(),
                 workshop,
             }),
+            limits: Arc::new(limits),
         })
+    }
+
+    /// The same sandbox (engine, instances, watchdog, cache) for builders whose calls have other bounds: a tenant's. Components
+    /// that are loaded into either run in both, each under the bounds of the group that it serves.
+    ///
+    /// # Errors
+    /// A bound that exceeds this sandbox's, or is too small for any builder.
+    pub fn with_call_limits(&self, calls: &CallLimits) -> Result<Sandbox, SandboxError> {
+        let limits = self.limits.with_calls(calls);
+        match calls.beyond(&self.limits).or_else(|| limits.problem()) {
+            Some(problem) => Err(SandboxError::Limit(problem)),
+            None => Ok(Sandbox {
+                shared: self.shared.clone(),
+                limits: Arc::new(limits),
+            }),
+        }
+    }
+
+    /// Do components of one run in the other?
+    pub(crate) fn shares_engine(&self, other: &Sandbox) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
     }
 
     /// Checks, compiles (or takes from the cache) and type-checks a component. Nothing of it runs but its start function.
@@ -116,7 +137,7 @@ impl Sandbox {
 
     /// The limits in force.
     pub fn limits(&self) -> &Limits {
-        &self.shared.limits
+        &self.limits
     }
 
     /// The watchdog.
@@ -134,7 +155,7 @@ impl Sandbox {
 
     /// A store ready for instantiation: fuel and deadline set, so that a start function cannot run away.
     pub(crate) fn store(&self) -> Store<StoreState> {
-        let limits = &self.shared.limits;
+        let limits = &self.limits;
         let mut store = Store::new(
             &self.shared.engine,
             StoreState {
@@ -151,7 +172,7 @@ impl Sandbox {
     /// Before every call: the fuel and the deadline are set anew, and there is a ticker.
     pub(crate) fn arm(&self, store: &mut Store<StoreState>, fuel: u64) -> Result<(), String> {
         self.shared.watchdog.ensure_alive()?;
-        store.set_epoch_deadline(self.shared.limits.watchdog_ticks());
+        store.set_epoch_deadline(self.limits.watchdog_ticks());
         store.set_fuel(fuel).map_err(|error| error.to_string())
     }
 }

@@ -120,7 +120,7 @@ fn steps_prepared_ahead_give_the_same_tokens() {
                     ignore_eos: index % 2 == 0,
                     ..SamplingParams::default()
                 },
-                forced: Vec::new(),
+                ..GenerationRequest::default()
             })
             .collect()
     };

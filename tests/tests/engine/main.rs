@@ -6,6 +6,8 @@ mod invariance;
 mod recorded;
 mod reload;
 mod scheduler;
+mod tenants;
+mod tenants_scheduler;
 mod tiny_llama;
 mod two_in_flight;
 mod windows;

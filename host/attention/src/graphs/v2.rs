@@ -180,6 +180,21 @@ impl CudagraphManager {
     /// unpadded.
     #[must_use]
     pub fn dispatch(&self, batch: &BatchQuery) -> BatchExecutionDescriptor {
+        self.dispatch_among(&self.full, batch)
+    }
+
+    /// As [`CudagraphManager::dispatch`], for a batch whose attention is launched in several parts: never a full graph, which
+    /// holds one launch for all rows.
+    #[must_use]
+    pub fn dispatch_in_parts(&self, batch: &BatchQuery) -> BatchExecutionDescriptor {
+        self.dispatch_among(&[], batch)
+    }
+
+    fn dispatch_among(
+        &self,
+        full: &[BatchExecutionDescriptor],
+        batch: &BatchQuery,
+    ) -> BatchExecutionDescriptor {
         // The next captured adapter count; above the largest, the largest that there is.
         let at = self
             .lora_cases
@@ -213,7 +228,7 @@ impl CudagraphManager {
         let from = |list: &[BatchExecutionDescriptor]| {
             list.partition_point(|g| g.num_tokens < batch.num_tokens)
         };
-        let full = self.full[from(&self.full)..].iter().find(fits);
+        let full = full[from(full)..].iter().find(fits);
         full.or_else(|| self.piecewise[from(&self.piecewise)..].iter().find(fits))
             .copied()
             .unwrap_or(eager)

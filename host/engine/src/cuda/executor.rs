@@ -299,7 +299,7 @@ impl Executor for CudaExecutor {
         Ok(())
     }
 
-    fn dispatch(&mut self, query: &BatchQuery) -> BatchExecutionDescriptor {
+    fn dispatch(&mut self, query: &BatchQuery, _num_segments: usize) -> BatchExecutionDescriptor {
         let eager = BatchExecutionDescriptor {
             cg_mode: RuntimeMode::None,
             num_tokens: query.num_tokens,
@@ -333,6 +333,7 @@ impl Executor for CudaExecutor {
     fn prepare(
         &mut self,
         group: usize,
+        _segment: usize,
         metadata: &Metadata,
         context: &VerifyContext<'_>,
     ) -> Result<(), Unprepared> {
@@ -349,6 +350,9 @@ impl Executor for CudaExecutor {
         steps.replay[group] = state.prepare(metadata, context, captured)?;
         Ok(())
     }
+
+    // Steps have one segment: one that has no metadata is no step.
+    fn leave_out(&mut self, _segment: usize) {}
 
     #[allow(
         clippy::needless_pass_by_value,

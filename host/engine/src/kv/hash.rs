@@ -6,15 +6,24 @@
 use std::hash::{BuildHasherDefault, Hasher};
 
 use sha2::{Digest, Sha256};
+use timetable_sandbox::TenantName;
 
 /// The name of one full block and everything before it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockHash(pub [u8; 32]);
 
-/// The parent of a first block.
+/// The parent of a first block of nobody in particular: the default hash.
 pub const PREFIX_ROOT: BlockHash = BlockHash([0; 32]);
 
 impl BlockHash {
+    /// The parent of a tenant's first blocks: no request of another tenant, or of nobody, has a block of the same name.
+    pub fn of_tenant(tenant: &TenantName) -> Self {
+        let mut hasher = Sha256::new();
+        hasher.update(b"timetable: the prefix cache of tenant ");
+        hasher.update(tenant.as_str());
+        Self(hasher.finalize().into())
+    }
+
     /// The name of the block that holds `tokens` and follows the block named `parent`.
     pub fn chain(parent: &BlockHash, tokens: &[u32]) -> Self {
         let mut hasher = Sha256::new();

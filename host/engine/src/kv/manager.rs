@@ -4,7 +4,7 @@
 //! with a sliding window keep their blocks for the whole length, as the field does when group-wise freeing is off.
 
 use super::{
-    hash::{BlockHash, PREFIX_ROOT},
+    hash::BlockHash,
     pool::{BlockId, BlockPool},
 };
 
@@ -20,6 +20,8 @@ pub struct PrefixHit {
 /// The blocks of one request, in the order of its tokens.
 #[derive(Clone, Debug, Default)]
 pub struct RequestBlocks {
+    /// The parent of the first block's name: whose prefixes these are.
+    root: BlockHash,
     /// Blocks held.
     pub ids: Vec<BlockId>,
     /// Names of the full blocks of the request's tokens, as far as computed. Survives preemption: tokens do not change.
@@ -29,6 +31,14 @@ pub struct RequestBlocks {
 }
 
 impl RequestBlocks {
+    /// None yet, with names that begin at `root`: [`PREFIX_ROOT`](super::PREFIX_ROOT), or a tenant's own.
+    pub fn rooted(root: BlockHash) -> Self {
+        Self {
+            root,
+            ..Self::default()
+        }
+    }
+
     /// Blocks that were offered to the prefix cache.
     pub fn num_published(&self) -> usize {
         self.num_published
@@ -36,7 +46,7 @@ impl RequestBlocks {
 
     fn hash_full_blocks(&mut self, tokens: &[u32], num_blocks: usize, block_size: usize) {
         for index in self.hashes.len()..num_blocks {
-            let parent = self.hashes.last().copied().unwrap_or(PREFIX_ROOT);
+            let parent = self.hashes.last().copied().unwrap_or(self.root);
             let block = &tokens[index * block_size..(index + 1) * block_size];
             self.hashes.push(BlockHash::chain(&parent, block));
         }
