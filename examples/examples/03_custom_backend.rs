@@ -101,6 +101,7 @@ impl MetadataBuilder for PairBuilder {
         let plain = self.0.launch_promise(shape)?;
         Ok(LaunchPromise {
             max_num_splits: 2,
+            max_work_items: 2 * shape.num_reqs,
             ..plain
         })
     }

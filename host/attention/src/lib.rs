@@ -26,4 +26,6 @@ pub use plain::plain_builder;
 pub use resolve::{ResolveError, Resolver, Siblings};
 pub use step::{BlockTable, PAD_SLOT_ID, StepInputs};
 pub use timetable_types as types;
-pub use verify::{Grant, Refusal, Verifier, VerifyContext, verify, verify_step};
+pub use verify::{
+    FamilyRules, Grant, Refusal, Verifier, VerifyContext, rules, verify, verify_step,
+};

@@ -45,7 +45,9 @@ record! {
     pub struct LaunchPromise {
         /// `max_num_splits`
         max_num_splits as "max-num-splits": u32,
-        /// `max_work_items`
+        /// In the family's own count: for FLASH_ATTN the sum of `num-splits` over the rows (a row without a count has one), for
+        /// FLASHINFER the items of each part. A bound like the others; what the plain builder needs always fits, so 0 promises no
+        /// more than that.
         max_work_items as "max-work-items": u32,
         /// `scratch_bytes`
         scratch_bytes as "scratch-bytes": u64,

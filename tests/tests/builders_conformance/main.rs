@@ -9,9 +9,9 @@ mod flashinfer;
 mod resolve;
 mod vectors;
 
-use timetable_attention::MetadataBuilder;
+use timetable_attention::{MetadataBuilder, rules};
 use timetable_sandbox::{Limits, Sandbox, WasmBuilder};
-use timetable_types::BuilderConfig;
+use timetable_types::{BuilderConfig, Family};
 
 /// How a builder is made from a configuration.
 type Make<'a> = &'a dyn Fn(&BuilderConfig) -> Box<dyn MetadataBuilder>;
@@ -50,6 +50,38 @@ const FLASHINFER: [&str; 3] = [
     "FlashInferMetadataBuilder@cc8.0",
     "FlashInferMetadataBuilder@cc10.0",
 ];
+
+/// A backend is done or not there: where a family has rules there are recorded cases, a reference component with a native
+/// twin, and a chaos builder. (Its mutation suite and its plain builder: `host/device/tests/verified`.)
+#[test]
+fn a_family_has_rules_and_everything_else_or_nothing() {
+    for family in Family::ALL {
+        let cases = match family {
+            Family::FlashAttn => &FLASH_ATTN[..],
+            Family::Flashinfer => &FLASHINFER[..],
+            Family::TritonAttn | Family::FlashMla | Family::Mamba => &[],
+        };
+        let components = timetable_reference::components();
+        for (what, is_there) in [
+            ("recorded cases", !cases.is_empty()),
+            (
+                "a reference component",
+                components.iter().any(|one| one.family == family),
+            ),
+            (
+                "a chaos builder",
+                timetable_reference::chaos(family).is_some(),
+            ),
+        ] {
+            assert_eq!(
+                is_there,
+                rules(family).is_some(),
+                "{}: rules without {what}, or the other way round",
+                family.interface()
+            );
+        }
+    }
+}
 
 fn native(name: &str) -> impl Fn(&BuilderConfig) -> Box<dyn MetadataBuilder> {
     move |config| {

@@ -6,11 +6,20 @@ use timetable_types::{
 };
 
 use super::{
-    Scratch, VerifyContext, lanes, reference,
+    Rules, Scratch, VerifyContext, lanes, reference,
     refusal::{Refusal, Rule, absent, between, configured, equal, length, present},
 };
 
-pub(super) fn verify(
+impl Rules for Metadata {
+    /// The block table is the host's, whole: a schedule divides all keys of a row among splits.
+    const SELECTS_BLOCKS: bool = false;
+
+    fn verify(&self, ctx: &VerifyContext<'_>, scratch: &mut Scratch) -> Result<(), Refusal> {
+        verify(self, ctx, scratch)
+    }
+}
+
+fn verify(
     metadata: &Metadata,
     ctx: &VerifyContext<'_>,
     scratch: &mut Scratch,
@@ -97,7 +106,7 @@ pub(super) fn verify(
     if let Some(call) = scheduler_metadata {
         scheduler_call(call, metadata, ctx).map_err(|r| r.within("scheduler_metadata"))?;
     }
-    mm_prefix(ctx, mm_prefix_query_range.as_ref())?;
+    mm_prefix(ctx, mm_prefix_query_range.as_ref(), scratch)?;
     // The prompt lengths by reference, where the model uses them and only there.
     if attention.use_rswa {
         let lens = present("rswa_prefix_lens", rswa_prefix_lens)?;
@@ -146,6 +155,14 @@ fn executed(
                 })?;
             }
         }
+    }
+    // What a captured grid has room for. Without counts every row has one.
+    if let Some(promise) = ctx.promise
+        && !num_splits.is_empty()
+    {
+        let sum: i64 = num_splits.iter().map(|&splits| i64::from(splits)).sum();
+        let most = i64::from(promise.max_work_items).max(rows as i64);
+        between("work_items", sum, 0, most)?;
     }
     // A permutation of the rows.
     if let TileOrder::Rows(order) = tile_order {
@@ -361,7 +378,11 @@ pub(super) fn is_fp8(dtype: Dtype) -> bool {
 }
 
 /// For each token the bidirectional span that covers it, absolute, or (−1, −1).
-fn mm_prefix(ctx: &VerifyContext<'_>, tensor: Option<&Tensor>) -> Result<(), Refusal> {
+fn mm_prefix(
+    ctx: &VerifyContext<'_>,
+    tensor: Option<&Tensor>,
+    scratch: &mut Scratch,
+) -> Result<(), Refusal> {
     const FIELD: &str = "mm_prefix_query_range";
     let ranges = &ctx.common.mm_req_doc_ranges;
     let matrix = match tensor {
@@ -383,9 +404,9 @@ fn mm_prefix(ctx: &VerifyContext<'_>, tensor: Option<&Tensor>) -> Result<(), Ref
         ctx.common.num_actual_tokens as usize,
     )?;
     length(FIELD, matrix.values.len(), 2 * matrix.rows as usize)?;
-    let mut covered = 0;
+    let mut covered = lanes::Bits::clear(&mut scratch.seen, matrix.rows as usize);
     for (token, start, end) in covered_tokens(ctx) {
-        covered += 1;
+        covered.insert(token);
         for (value, wanted) in [
             (matrix.values[2 * token], start),
             (matrix.values[2 * token + 1], end),
@@ -395,14 +416,12 @@ fn mm_prefix(ctx: &VerifyContext<'_>, tensor: Option<&Tensor>) -> Result<(), Ref
             }
         }
     }
-    // Spans of a row do not overlap, so every further pair must be empty.
-    let mut filled = 0;
+    // A token that no span covers has none.
     for (token, pair) in matrix.values.chunks_exact(2).enumerate() {
-        if pair != [-1, -1] {
-            filled += 1;
-        }
-        if filled > covered {
-            return Err(Refusal::at(FIELD, token, pair[0].into(), Rule::Equal, -1));
+        for &value in pair {
+            if value != -1 && covered.insert(token) {
+                return Err(Refusal::at(FIELD, token, value.into(), Rule::Equal, -1));
+            }
         }
     }
     Ok(())

@@ -8,7 +8,7 @@ use timetable_types::{
 };
 
 use super::{
-    Grant, Scratch, VerifyContext,
+    Grant, Rules, Scratch, VerifyContext,
     flash_attn::{group_window, is_fp8},
     lanes, reference,
     refusal::{Refusal, Rule, absent, between, configured, equal, length, present},
@@ -42,7 +42,16 @@ impl Part {
     }
 }
 
-pub(super) fn verify(
+impl Rules for Metadata {
+    /// `paged_kv_indices` may name columns.
+    const SELECTS_BLOCKS: bool = true;
+
+    fn verify(&self, ctx: &VerifyContext<'_>, scratch: &mut Scratch) -> Result<(), Refusal> {
+        verify(self, ctx, scratch)
+    }
+}
+
+fn verify(
     metadata: &Metadata,
     ctx: &VerifyContext<'_>,
     scratch: &mut Scratch,
@@ -313,6 +322,7 @@ fn verify_plan(
         query_starts: part.query_starts(ctx),
         key_lens: seq_lens,
         group_size: num_qo_heads / (*num_kv_heads).max(1),
+        head_size: *head_dim,
         page_size: page,
         causal: *causal && !sharded,
         window_left: if by_window { *window_left } else { -1 },
@@ -365,6 +375,8 @@ fn keys(plan: &Plan, part: Part, page: u32, ctx: &VerifyContext<'_>) -> Result<(
         return Err(Refusal::at("paged_kv_indptr", 0, first, Rule::Equal, 0));
     }
     let (lens, starts) = (&ctx.lens()[rows], part.query_starts(ctx));
+    let window = group_window(ctx);
+    let reach = i64::from(window) + i64::from(ctx.config.scheduler.num_speculative_tokens);
     let (by_page, page_i, mut taken) = (lanes::Divisor::new(page), i64::from(page), 0usize);
     for row in 0..n {
         let query = starts[row + 1] - starts[row];
@@ -422,7 +434,13 @@ fn keys(plan: &Plan, part: Part, page: u32, ctx: &VerifyContext<'_>) -> Result<(
                         end,
                     ));
                 };
-                selected(own, first_own, pages, row)?;
+                // Blocks before the window may be somebody else's by now.
+                let first_seen = if window < 0 || dcp.world > 1 {
+                    0
+                } else {
+                    by_page.floor((i64::from(context) - reach).max(0) as u64) as u32
+                };
+                selected(own, first_seen, first_own, pages, row)?;
                 taken += count as usize;
                 if count == 0 {
                     0
@@ -458,30 +476,42 @@ fn keys(plan: &Plan, part: Part, page: u32, ctx: &VerifyContext<'_>) -> Result<(
     Ok(())
 }
 
-/// Strictly rising columns of one row below `pages`, with every column from `first_own` on.
-fn selected(columns: &[u32], first_own: u32, pages: u32, row: usize) -> Result<(), Refusal> {
+/// Strictly rising columns of one row in `first_seen..pages`, with every column from `first_own` on.
+fn selected(
+    columns: &[u32],
+    first_seen: u32,
+    first_own: u32,
+    pages: u32,
+    row: usize,
+) -> Result<(), Refusal> {
     const FIELD: &str = "paged_kv_indices";
-    let mut previous = -1i64;
-    for &column in columns {
-        if i64::from(column) <= previous {
-            return Err(Refusal::at(
-                FIELD,
-                row,
-                column.into(),
-                Rule::AtLeast,
-                previous + 1,
-            ));
+    let mut previous = columns.last().map_or(-1, |&last| i64::from(last));
+    let bounded = columns.first().is_none_or(|&first| first >= first_seen)
+        && previous < i64::from(pages)
+        && lanes::all_rise(columns);
+    if !bounded {
+        previous = i64::from(first_seen) - 1;
+        for &column in columns {
+            if i64::from(column) <= previous {
+                return Err(Refusal::at(
+                    FIELD,
+                    row,
+                    column.into(),
+                    Rule::AtLeast,
+                    previous + 1,
+                ));
+            }
+            if column >= pages {
+                return Err(Refusal::at(
+                    FIELD,
+                    row,
+                    column.into(),
+                    Rule::Below,
+                    pages.into(),
+                ));
+            }
+            previous = column.into();
         }
-        if column >= pages {
-            return Err(Refusal::at(
-                FIELD,
-                row,
-                column.into(),
-                Rule::Below,
-                pages.into(),
-            ));
-        }
-        previous = column.into();
     }
     // Rising and below `pages`, so the blocks of this step are all there if as many stand at the end.
     let wanted = (pages - first_own.min(pages)) as usize;
@@ -580,10 +610,20 @@ fn trtllm_decode(
     match q_cu_seq_lens {
         Some(tensor) => query_starts_of("q_cu_seq_lens", tensor, part, rows)?,
         None => {
-            let query = *q_len_per_req as i32;
+            // Rows without queries may follow: the kernel finds row i's first token at i · query.
+            let (query, mut empty) = (*q_len_per_req as i32, None);
             for (row, pair) in starts.windows(2).enumerate() {
                 let found = pair[1] - pair[0];
-                if found != query && found != 0 {
+                let differs = match empty {
+                    _ if found == 0 => {
+                        empty = empty.or(Some(row));
+                        continue;
+                    }
+                    Some(empty) => Some((empty, 0)),
+                    None if found != query => Some((row, found)),
+                    None => None,
+                };
+                if let Some((row, found)) = differs {
                     return Err(Refusal::at(
                         "q_len_per_req",
                         row,

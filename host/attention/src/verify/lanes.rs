@@ -47,6 +47,18 @@ pub(super) fn steps(values: &[i32]) -> (i32, bool) {
     (max, signs >= 0)
 }
 
+/// Is each value larger than the one before? For values below 2³¹; with a larger one no is the answer.
+pub(super) fn all_rise(values: &[u32]) -> bool {
+    // Signed, which more machines compare in lanes: rising from a first that is not negative, none is.
+    let mut falls = values.first().map_or(0, |&first| (first as i32) >> 31);
+    if let Some(rest) = values.get(1..) {
+        for (&a, &b) in values.iter().zip(rest) {
+            falls |= -i32::from(b as i32 <= a as i32);
+        }
+    }
+    falls == 0
+}
+
 /// Division by one number, by a shift where that will do.
 #[derive(Clone, Copy)]
 pub(super) struct Divisor {

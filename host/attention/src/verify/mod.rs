@@ -5,6 +5,9 @@
 //! without a rule does not compile. References are right by construction: the rule only asks that it is the reference that
 //! belongs there. A family without rules is refused, never passed.
 //!
+//! A new family implements `Rules` for its record and has a line in `Verifier::verify` and in [`rules`]; the mutation suites
+//! of `host/device/tests/verified` hold that a family with the one has the other, and a suite of its own.
+//!
 //! Time is linear in rows, tokens, work items and the block ids in use; nothing is allocated once the scratch has grown to
 //! the largest batch seen. This module must never know which builder made the metadata, nor a device.
 
@@ -16,7 +19,8 @@ mod step;
 mod work_list;
 
 use timetable_types::{
-    BuilderConfig, CommonAttentionMetadata, Input, LaunchPromise, Metadata, Tensor,
+    BuilderConfig, CommonAttentionMetadata, Family, Input, LaunchPromise, Metadata, Tensor,
+    flash_attn as fa, flashinfer as fi,
 };
 
 pub use refusal::{Refusal, Rule};
@@ -24,7 +28,7 @@ pub use step::verify_step;
 
 use crate::{resolve::Dcp, step::StepInputs};
 
-/// What an operator allows a builder to attend to.
+/// What an operator allows a builder to attend to. Never the future, never another request's blocks, under either.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize,
 )]
@@ -33,8 +37,40 @@ pub enum Grant {
     /// Every key of every request.
     #[default]
     Exact,
-    /// Whole context blocks may be left out; the blocks that this step writes may not.
+    /// Whole context blocks may be left out; the blocks that this step writes may not, and blocks before a sliding window may
+    /// not be taken back in. Only a family whose record can say which blocks ([`FamilyRules::selects_blocks`]) gains anything:
+    /// FLASHINFER's can, FLASH_ATTN's has the whole block table by reference, so for it this is `Exact`.
     Subset,
+}
+
+/// What is known of a family that has rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FamilyRules {
+    /// Can its record leave blocks out, where the operator grants [`Grant::Subset`]?
+    pub selects_blocks: bool,
+}
+
+/// The rules of `family`; none: whatever a builder of it returns is refused.
+pub const fn rules(family: Family) -> Option<FamilyRules> {
+    const fn of<R: Rules>() -> Option<FamilyRules> {
+        Some(FamilyRules {
+            selects_blocks: R::SELECTS_BLOCKS,
+        })
+    }
+    match family {
+        Family::FlashAttn => of::<fa::Metadata>(),
+        Family::Flashinfer => of::<fi::Metadata>(),
+        Family::TritonAttn | Family::FlashMla | Family::Mamba => None,
+    }
+}
+
+/// The rules of one family, for its record.
+trait Rules {
+    /// See [`FamilyRules::selects_blocks`].
+    const SELECTS_BLOCKS: bool;
+
+    /// One rule for each field.
+    fn verify(&self, ctx: &VerifyContext<'_>, scratch: &mut Scratch) -> Result<(), Refusal>;
 }
 
 /// What a builder's output is held against.
@@ -134,8 +170,8 @@ impl Verifier {
     /// `verify_step`.
     pub fn verify(&mut self, metadata: &Metadata, ctx: &VerifyContext<'_>) -> Result<(), Refusal> {
         match metadata {
-            Metadata::FlashAttn(metadata) => flash_attn::verify(metadata, ctx, &mut self.scratch),
-            Metadata::Flashinfer(metadata) => flashinfer::verify(metadata, ctx, &mut self.scratch),
+            Metadata::FlashAttn(metadata) => metadata.verify(ctx, &mut self.scratch),
+            Metadata::Flashinfer(metadata) => metadata.verify(ctx, &mut self.scratch),
             Metadata::TritonAttn(_) | Metadata::FlashMla(_) | Metadata::Mamba(_) => {
                 Err(Refusal::no_rules(metadata.family()))
             }

@@ -34,6 +34,8 @@ pub enum Rule {
     Below,
     /// A multiple of it.
     MultipleOf,
+    /// One of a few, which are named.
+    OneOf(&'static str),
     /// Not the same as an earlier element.
     Once,
     /// As many elements as the bound says.
@@ -108,6 +110,7 @@ impl fmt::Display for Refusal {
             Rule::AtMost => write!(f, " is {value}, must be at most {bound}"),
             Rule::Below => write!(f, " is {value}, must be below {bound}"),
             Rule::MultipleOf => write!(f, " is {value}, must be a positive multiple of {bound}"),
+            Rule::OneOf(values) => write!(f, " is {value}, must be one of {values}"),
             Rule::Once => write!(f, " is {value}, which occurred before; each may occur once"),
             Rule::Length => write!(f, " has {value} elements, must have {bound}"),
             Rule::Configured => write!(f, " is {value}, must be as configured ({bound})"),

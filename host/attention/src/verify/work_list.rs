@@ -15,8 +15,9 @@ use super::{
 
 /// The longest chunk, in keys: more than any sequence.
 const MAX_CHUNK: i64 = 1 << 30;
-/// The largest tile, in packed query rows: more than any kernel's.
-const MAX_TILE: i64 = 1 << 16;
+/// Packed query rows of a tile: those that kernels exist for, which are also the field's. Heads of 256 leave no room for 128.
+const TILES: [u32; 3] = [16, 64, 128];
+const LARGE_HEAD: u32 = 256;
 
 /// What the list must cover.
 pub(super) struct Demand<'a> {
@@ -26,6 +27,8 @@ pub(super) struct Demand<'a> {
     pub(super) key_lens: &'a [i32],
     /// Query heads that share a KV head.
     pub(super) group_size: u32,
+    /// Elements of a head.
+    pub(super) head_size: u32,
     pub(super) page_size: u32,
     /// Query tokens are the last of their keys, and see none after themselves.
     pub(super) causal: bool,
@@ -73,7 +76,14 @@ pub(super) fn verify(
     }
     // Bounded, so that no product of an index and a size leaves s32 in a kernel.
     between("kv_chunk_size", *kv_chunk_size, page, MAX_CHUNK)?;
-    between("cta_tile_q", *cta_tile_q, 1, MAX_TILE)?;
+    let (tiles, rule) = if demand.head_size < LARGE_HEAD {
+        (&TILES[..], Rule::OneOf("16, 64, 128"))
+    } else {
+        (&TILES[..2], Rule::OneOf("16, 64"))
+    };
+    if !tiles.contains(cta_tile_q) {
+        return Err(Refusal::new("cta_tile_q", (*cta_tile_q).into(), rule, 0));
+    }
     // The three columns of the list are equally long, and within the promise.
     if let Some(most) = demand.max_items {
         between("request_indices", items as i64, 0, most).map_err(|refusal| Refusal {

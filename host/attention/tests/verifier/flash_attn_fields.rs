@@ -1,10 +1,10 @@
 //! FLASH_ATTN: each field of its records, broken once.
 
 use timetable_attention::{
-    Grant, VerifyContext, plain_builder,
+    Grant, VerifyContext, plain_builder, rules,
     types::{
-        Causal, Dtype, Family, Input, LaunchPromise, Matrix, Metadata, MmDocRange, RowRange,
-        Tensor, TensorSlice,
+        Causal, Dtype, Family, Input, LaunchPromise, Matrix, Metadata, MmDocRange, PageSelection,
+        RowRange, Tensor, TensorSlice,
         flash_attn::{self, Schedule, SchedulerMetadataCall, TileOrder},
     },
     verify,
@@ -380,6 +380,50 @@ fn multimodal_spans_have_a_rule() {
     let mut record = base.clone();
     record.mm_prefix_query_range = None;
     assert_eq!(verdict(&batch, &record), "mm_prefix_query_range is missing");
+    // The host names a span twice: its tokens are covered once, and no other token gains a span by it.
+    let span = batch.step.cam.mm_req_doc_ranges[0].clone();
+    batch.step.cam.mm_req_doc_ranges.push(span);
+    assert_eq!(verdict(&batch, &base), "accepted");
+    let mut record = base;
+    if let Some(Tensor::Matrix(matrix)) = &mut record.mm_prefix_query_range {
+        matrix.values[20..22].copy_from_slice(&[0, 31]);
+    }
+    assert_eq!(
+        verdict(&batch, &record),
+        "mm_prefix_query_range[10] is 0, must be -1"
+    );
+}
+
+/// The record has no way to leave blocks out, so the grant to do so changes nothing.
+#[test]
+fn the_grant_subset_allows_no_more() {
+    assert!(!rules(Family::FlashAttn).expect("rules").selects_blocks);
+    assert!(rules(Family::Flashinfer).expect("rules").selects_blocks);
+    let batch = fixed_batch(fixed_config());
+    let base = good(&batch);
+    for table in [
+        Tensor::SelectPages(PageSelection {
+            rows: RowRange { start: 0, end: 4 },
+            columns: vec![0, 2, 1, 0, 1],
+        }),
+        Tensor::GatherPages(RowRange { start: 0, end: 4 }),
+        Tensor::Slice(TensorSlice {
+            source: Input::BlockTable,
+            start: 0,
+            end: 4,
+        }),
+    ] {
+        let mut record = base.clone();
+        record.block_table = table;
+        let metadata = Metadata::FlashAttn(record);
+        for grant in [Grant::Exact, Grant::Subset] {
+            let found = batch.with(grant, |ctx| {
+                verify(&metadata, ctx).map_err(|r| r.to_string())
+            });
+            let refused = "block_table must refer to the step's own block_table of its rows";
+            assert_eq!(found, Err(refused.to_owned()), "{grant:?}");
+        }
+    }
 }
 
 #[test]
@@ -420,7 +464,7 @@ fn a_captured_graph_bounds_splits_and_queries() {
     let record = good(&batch);
     let promise = LaunchPromise {
         max_num_splits: 3,
-        max_work_items: 0,
+        max_work_items: 20,
         scratch_bytes: 0,
         max_query_len: 20,
         uniform_query_len: None,
@@ -444,6 +488,28 @@ fn a_captured_graph_bounds_splits_and_queries() {
         with(&fewer, &record),
         Err("schedule.max_num_splits is 3, must be at most 2".to_owned())
     );
+    // The sum of the rows' splits, of which the four rows may have one each whatever was promised.
+    for (splits, verdict) in [
+        (
+            vec![3, 1, 1, 1],
+            Err("schedule.work_items is 6, must be at most 5"),
+        ),
+        (vec![2, 1, 1, 1], Ok(())),
+    ] {
+        let mut sum = record.clone();
+        sum.schedule.num_splits = splits;
+        let five = LaunchPromise {
+            max_work_items: 5,
+            ..promise
+        };
+        assert_eq!(with(&five, &sum), verdict.map_err(str::to_owned));
+        sum.schedule.num_splits = vec![1; 4];
+        let none = LaunchPromise {
+            max_work_items: 0,
+            ..promise
+        };
+        assert_eq!(with(&none, &sum), Ok(()));
+    }
     // The field's own maximum, which a full graph's step shows as configured, is not what the graph executes.
     let mut shown = record.clone();
     shown.max_num_splits = batch.config.max_num_splits;

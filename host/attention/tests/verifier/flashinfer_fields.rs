@@ -302,19 +302,19 @@ fn every_field_of_a_work_list_has_a_rule() {
         ),
         (
             |m| decode(m).work.cta_tile_q = 0,
-            "cta_tile_q is 0, must be at least 1",
+            "cta_tile_q is 0, must be one of 16, 64, 128",
         ),
         (
             |m| decode(m).work.cta_tile_q = 1 << 17,
-            "cta_tile_q is 131072, must be at most 65536",
+            "cta_tile_q is 131072, must be one of 16, 64, 128",
         ),
         (
             |m| decode(m).work.kv_chunk_size = 1 << 31,
             "kv_chunk_size is 2147483648, must be at most 1073741824",
         ),
         (
-            |m| decode(m).work.cta_tile_q = 2,
-            "merge_indptr has 3 elements, must have 5",
+            |m| decode(m).work.cta_tile_q -= 1,
+            "cta_tile_q is 15, must be one of 16, 64, 128",
         ),
         (
             |m| decode(m).work.request_indices[4] = 2,
@@ -579,6 +579,33 @@ fn selected_pages_need_the_grant_and_the_current_block() {
         let found = subset(columns.to_vec(), indptr.to_vec(), lens.to_vec());
         assert_eq!(found, format!("decode.{expected}"));
     }
+}
+
+/// A block that the window has passed may be another request's by now.
+#[test]
+fn blocks_before_a_window_cannot_be_selected_back() {
+    let mut config = fixed_config();
+    config.kv_cache_spec.sliding_window = Some(17);
+    config.attention.sliding_windows = vec![17];
+    let batch = fixed_batch(config);
+    // Row 0's query is at 39 and sees keys from 23 on, in columns 1 and 2; row 1's is at 16 and sees all its 17 keys.
+    let select = |columns: &[u32], counts: [i32; 2], lens: [i32; 2]| {
+        let mut record = good(&batch);
+        let plan = decode(&mut record);
+        plan.paged_kv_indices = Tensor::SelectPages(PageSelection {
+            rows: RowRange { start: 0, end: 2 },
+            columns: columns.to_vec(),
+        });
+        plan.paged_kv_indptr = vec![0, counts[0], counts[0] + counts[1]];
+        plan.seq_lens = lens.to_vec();
+        clever::split(plan, &[0, 1, 2], 4, &mut Random(3));
+        verdict(&batch, &record, Grant::Subset)
+    };
+    assert_eq!(select(&[1, 2, 0, 1], [2, 2], [24, 17]), "accepted");
+    assert_eq!(
+        select(&[0, 2, 0, 1], [2, 2], [24, 17]),
+        "decode.paged_kv_indices[0] is 0, must be at least 1"
+    );
 }
 
 #[test]

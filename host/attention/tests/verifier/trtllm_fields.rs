@@ -144,6 +144,24 @@ fn every_field_of_the_trtllm_records_has_a_rule() {
     }
 }
 
+/// Without query starts the kernel finds a row's tokens by its number: a row without queries may only stand behind all others.
+#[test]
+fn rows_without_queries_stand_last_where_no_query_starts_are_given() {
+    let (mut batch, mut record) = trtllm(TrtllmKernel::TrtllmGen);
+    let mut starts = |starts: Vec<i32>| {
+        batch.step.tensors.query_start_loc = starts.clone();
+        batch.step.cam.query_start_loc_cpu = starts;
+        record.num_decode_tokens = 1;
+        record.num_prefill_tokens = 23;
+        verdict(&batch, &record, Grant::Exact)
+    };
+    assert_eq!(starts(vec![0, 1, 1, 21, 21]), "accepted");
+    assert_eq!(
+        starts(vec![0, 0, 1, 21, 21]),
+        "decode.q_len_per_req[0] is 1, must be 0"
+    );
+}
+
 /// XQA's mask: token t of a row sees the row's query tokens up to t.
 #[test]
 fn draft_masks_have_a_rule() {

@@ -49,9 +49,8 @@ pub struct Launch {
 impl Launch {
     /// What a graph of `shape` is captured with, so that it replays every step that keeps `promise`.
     ///
-    /// FLASH_ATTN: a promised `max_work_items` above 0 bounds the sum of `num_splits` over the rows; 0 promises nothing, and
-    /// every row may have `max_num_splits`. FLASHINFER: it bounds the work items of each part. Both are raised to what the plain
-    /// builder needs. A step with more is run eagerly ([`super::Replay`]).
+    /// FLASH_ATTN: `max_work_items` bounds the sum of `num_splits` over the rows. FLASHINFER: it bounds the work items of each
+    /// part. Both are raised to what the plain builder needs. A step with more is run eagerly ([`super::Replay`]).
     pub fn captured(config: &GroupConfig, shape: &CaptureShape, promise: &LaunchPromise) -> Self {
         let max_query_len = shape
             .max_query_len
@@ -137,10 +136,7 @@ fn flash_attn(
     let splits = u64::from(max_num_splits);
     let max_blocks = Some(captured_blocks(config));
     // The sum of the rows' splits: padded rows count one.
-    let promised = match promise.max_work_items {
-        0 => shape.reqs * splits,
-        most => u64::from(most).clamp(shape.reqs, shape.reqs.max(1) * splits),
-    };
+    let promised = u64::from(promise.max_work_items).clamp(shape.reqs, shape.reqs.max(1) * splits);
     let least_packed = shape.uniform.unwrap_or(1) * shape.group;
     let decode_kind = config.kind(AttentionKind::Decode);
     let decode = (least_packed <= DECODE_ROWS).then(|| ListLaunch {
@@ -252,7 +248,7 @@ mod tests {
     #[test]
     fn a_decode_graph_has_one_list_with_a_place_for_every_split() {
         let config = testing::group(Family::FlashAttn);
-        let launch = Launch::captured(&config, &shape(64, 64, 1, Some(1)), &promise(8, 0, 1));
+        let launch = Launch::captured(&config, &shape(64, 64, 1, Some(1)), &promise(8, 512, 1));
         let [Some(list), None] = launch.lists else {
             panic!("{launch:?}");
         };
@@ -276,7 +272,7 @@ mod tests {
     #[test]
     fn a_mixed_graph_has_both_lists_and_a_longer_query_the_larger_tile() {
         let config = testing::group(Family::FlashAttn);
-        let launch = Launch::captured(&config, &shape(8, 64, 64, None), &promise(2, 0, 64));
+        let launch = Launch::captured(&config, &shape(8, 64, 64, None), &promise(2, 16, 64));
         let [Some(decode), Some(prefill)] = launch.lists else {
             panic!("{launch:?}");
         };
@@ -287,7 +283,7 @@ mod tests {
         );
         // 2 whole tiles and a short one in each of 8 rows, twice.
         assert_eq!(prefill.max_work_items, (2 + 8) * 2);
-        let short = Launch::captured(&config, &shape(8, 64, 16, None), &promise(2, 0, 16));
+        let short = Launch::captured(&config, &shape(8, 64, 16, None), &promise(2, 16, 16));
         assert_eq!(
             short.lists[1].map(|list| list.kind),
             Some(AttentionKind::Prefill64)
@@ -296,7 +292,7 @@ mod tests {
             batch_invariant: true,
             ..config
         };
-        let short = Launch::captured(&invariant, &shape(8, 64, 16, None), &promise(2, 0, 16));
+        let short = Launch::captured(&invariant, &shape(8, 64, 16, None), &promise(2, 16, 16));
         assert_eq!(
             short.lists.map(|list| list.map(|list| list.kind)),
             [Some(AttentionKind::Prefill); 2]

@@ -1,0 +1,446 @@
+//! A step whose cache holds NaN wherever a request may not look, and the right answer in float64. What metadata gives there
+//! is found by running it on the CPU device, once for each request with everybody else's keys poisoned too. It must never know
+//! how metadata was built or broken.
+
+use timetable_attention::{
+    Grant, VerifyContext,
+    batch::{ContextParallel, GroupStep, SlotRule, StepTensors, slot_mapping_into},
+};
+use timetable_device::cpu::{AttentionConfig, CacheDtype, KvCache, StepMetadata, new_impl};
+use timetable_types::{
+    AttentionConfig as LayerConfig, BuilderConfig, Causal, CudagraphConfig, CudagraphMode,
+    DeviceConfig, Dtype, KvCacheLayout, KvCacheSpec, KvCacheSpecKind, LaunchPromise, Metadata,
+    ParallelConfig, SchedulerConfig, batch::dcp_local_seq_lens_into,
+};
+
+/// SplitMix64: small, and the same everywhere.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Below `count`, which is at least 1.
+    pub fn below(&mut self, count: usize) -> usize {
+        (self.next() % count as u64) as usize
+    }
+
+    pub fn chance(&mut self, one_in: u64) -> bool {
+        self.next().is_multiple_of(one_in)
+    }
+
+    pub fn pick<T: Copy>(&mut self, values: &[T]) -> T {
+        values[self.below(values.len())]
+    }
+
+    /// In −1..1.
+    fn real(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+}
+
+/// Output that nothing wrote.
+const UNWRITTEN: f32 = 1e30;
+/// What rounding may do to an f32 result.
+const BOUND: f64 = 2e-6;
+
+/// 4 query heads on 2 KV heads of 32, pages of 16, at most 4 splits, 4 workers; f32 everywhere.
+pub fn config() -> BuilderConfig {
+    BuilderConfig {
+        kv_cache_spec: KvCacheSpec {
+            kind: KvCacheSpecKind::FullAttention,
+            block_size: 16,
+            num_kv_heads: 2,
+            head_size: 32,
+            head_size_v: 32,
+            dtype: Dtype::Float32,
+            sliding_window: None,
+            attention_chunk_size: None,
+            dcp_sharded: false,
+            mamba: None,
+        },
+        layer_names: vec!["layers.0".to_owned()],
+        attention: LayerConfig {
+            num_heads: 4,
+            scale: 0.176_776_7,
+            logits_soft_cap: None,
+            sliding_windows: vec![-1],
+            model_dtype: Dtype::Float32,
+            kv_cache_dtype: "auto".to_owned(),
+            kv_cache_layout: KvCacheLayout::Lbnhc,
+            has_sinks: false,
+            use_rswa: false,
+            rswa_window: 0,
+            kv_lora_rank: 0,
+            qk_rope_head_dim: 0,
+        },
+        scheduler: SchedulerConfig {
+            max_num_seqs: 16,
+            max_num_batched_tokens: 256,
+            max_model_len: 256,
+            max_num_blocks_per_req: 16,
+            num_speculative_tokens: 0,
+            parallel_drafting: false,
+        },
+        cudagraph: CudagraphConfig {
+            mode: CudagraphMode::None,
+            capture_sizes: Vec::new(),
+            max_capture_size: 0,
+        },
+        parallel: ParallelConfig {
+            dcp_world_size: 1,
+            dcp_rank: 0,
+            cp_kv_cache_interleave_size: 1,
+            prefill_context_parallel: false,
+        },
+        device: DeviceConfig {
+            compute_capability: (9, 0),
+            num_workers: 4,
+            ctas_per_worker: 1,
+            flash_attn_version: 3,
+            trtllm_attention: false,
+            xqa: false,
+        },
+        batch_invariant: false,
+        max_num_splits: 4,
+        model_runner_v2: true,
+        options: Vec::new(),
+    }
+}
+
+/// A step, what it is verified with, and its keys.
+pub struct Case {
+    pub config: BuilderConfig,
+    pub step: GroupStep,
+    pub grant: Grant,
+    pub promise: Option<LaunchPromise>,
+    pub num_blocks: u32,
+    layer: AttentionConfig,
+    query: Vec<f32>,
+    /// For each row, f32 [keys, kv heads, head size].
+    keys: Vec<Vec<f32>>,
+    values: Vec<Vec<f32>>,
+    /// For each row that has tokens, the cache in which only its own keys are no NaN.
+    caches: Vec<(usize, KvCache)>,
+    /// f64 [tokens, heads, head size]: attention to every key.
+    expected: Vec<f64>,
+}
+
+/// What running metadata showed.
+#[derive(Debug, PartialEq)]
+pub enum Ran {
+    /// Each request got what it should.
+    Right,
+    /// The device runs no such record; the text says which.
+    NotHere(String),
+    /// What a request got instead.
+    Wrong(String),
+}
+
+impl Case {
+    /// Rows of (query tokens, keys), then `padding` rows and tokens without a request.
+    pub fn new(
+        mut config: BuilderConfig,
+        causal: Causal,
+        rows: &[(usize, usize)],
+        (padding_rows, padding_tokens): (usize, usize),
+        edit: impl FnOnce(&mut BuilderConfig, &mut GroupStep),
+    ) -> Self {
+        let random = &mut Random(rows.iter().map(|row| row.1 as u64 + 7).product());
+        let block_size = config.kv_cache_spec.block_size as usize;
+        let world = config.parallel.dcp_world_size as usize;
+        let pages = |keys: usize| keys.div_ceil(block_size * world);
+        let width = rows.iter().map(|row| pages(row.1)).max().unwrap_or(0) + 2;
+        let used: usize = rows.iter().map(|row| pages(row.1)).sum();
+        let num_blocks = used + 3;
+        let mut free: Vec<i32> = (0..num_blocks as i32).collect();
+        for place in (1..free.len()).rev() {
+            free.swap(place, random.below(place + 1));
+        }
+        let (mut starts, mut lens, mut table, mut positions) =
+            (vec![0i32], Vec::new(), Vec::new(), Vec::new());
+        for &(query, keys) in rows {
+            starts.push(starts[starts.len() - 1] + query as i32);
+            lens.push(keys as i32);
+            positions.extend((keys - query) as i64..keys as i64);
+            let mut own = free.split_off(free.len() - pages(keys));
+            // The columns behind a request's own name blocks that are others'.
+            own.extend((own.len()..width).map(|_| random.below(num_blocks) as i32));
+            table.extend(own);
+        }
+        let tokens = positions.len();
+        for _ in 0..padding_rows {
+            starts.push(tokens as i32);
+            lens.push(0);
+            table.extend((0..width).map(|_| random.below(num_blocks) as i32));
+        }
+        let mut slots = vec![-1; tokens + padding_tokens];
+        let rule = SlotRule {
+            block_size: block_size as u32,
+            context_parallel: (world > 1).then_some(ContextParallel {
+                size: world as u32,
+                rank: config.parallel.dcp_rank,
+                interleave: config.parallel.cp_kv_cache_interleave_size,
+            }),
+        };
+        let row_of = |row: usize| table.get(row * width..(row + 1) * width);
+        assert_eq!(
+            slot_mapping_into(rule, row_of, &starts, &positions, &mut slots),
+            0
+        );
+        positions.resize(tokens + padding_tokens, 0);
+        let local = (world > 1).then(|| {
+            let mut local = Vec::new();
+            let parallel = &config.parallel;
+            dcp_local_seq_lens_into(
+                &lens,
+                parallel.dcp_world_size,
+                parallel.dcp_rank,
+                parallel.cp_kv_cache_interleave_size,
+                &mut local,
+            );
+            local
+        });
+        let flags = (0..lens.len()).map(|row| (row % 2) as i32).collect();
+        let mut step = GroupStep::new(
+            StepTensors {
+                query_start_loc: starts,
+                seq_lens: lens.clone(),
+                block_table: table,
+                block_table_width: width,
+                slot_mapping: slots,
+                positions,
+                causal: (causal == Causal::PerRequest).then_some(flags),
+                dcp_local_seq_lens: local.clone(),
+                ..StepTensors::default()
+            },
+            lens,
+            (tokens + padding_tokens) as u32,
+            rows.iter().map(|row| row.0).max().unwrap_or(0) as u32,
+            rows.iter().map(|row| row.1).max().unwrap_or(0) as u32,
+        );
+        step.cam.causal = causal;
+        step.cam.is_prefilling = rows.iter().map(|row| u8::from(row.0 > 1)).collect();
+        step.cam.dcp = local.map(|lens| timetable_types::DcpInputs {
+            dcp_local_seq_lens_cpu_upper_bound: lens,
+        });
+        edit(&mut config, &mut step);
+        Self::with_contents(config, step, num_blocks, rows, random)
+    }
+
+    fn with_contents(
+        config: BuilderConfig,
+        step: GroupStep,
+        num_blocks: usize,
+        rows: &[(usize, usize)],
+        random: &mut Random,
+    ) -> Self {
+        let spec = &config.kv_cache_spec;
+        let layer = AttentionConfig {
+            num_heads: config.attention.num_heads as usize,
+            head_size: spec.head_size as usize,
+            scale: config.attention.scale as f32,
+            num_kv_heads: spec.num_kv_heads as usize,
+            sliding_window: spec.sliding_window,
+            logits_soft_cap: config.attention.logits_soft_cap.map(|cap| cap as f32),
+            kv_cache_dtype: CacheDtype::F32,
+            block_size: spec.block_size as usize,
+            batch_invariant: false,
+        };
+        let tokens = rows.iter().map(|row| row.0).sum::<usize>();
+        let all = step.cam.num_actual_tokens as usize;
+        let width = layer.num_heads * layer.head_size;
+        let mut query: Vec<f32> = (0..tokens * width).map(|_| 2.0 * random.real()).collect();
+        query.resize(all * width, f32::NAN);
+        let mut contents = || -> Vec<Vec<f32>> {
+            let elements = layer.num_kv_heads * layer.head_size;
+            let of = rows.iter().map(|row| row.1 * elements);
+            of.map(|count| (0..count).map(|_| random.real()).collect())
+                .collect()
+        };
+        let (keys, values) = (contents(), contents());
+        let mut case = Case {
+            grant: Grant::Exact,
+            promise: None,
+            num_blocks: num_blocks as u32,
+            layer,
+            query,
+            keys,
+            values,
+            caches: Vec::new(),
+            expected: Vec::new(),
+            config,
+            step,
+        };
+        if case.config.parallel.dcp_world_size == 1 {
+            case.caches = (0..rows.len())
+                .filter(|&row| rows[row].0 > 0)
+                .map(|row| (row, case.poisoned_for(row)))
+                .collect();
+            case.expected = case.attention(|_, _| true);
+        }
+        case
+    }
+
+    /// Calls `f` with the step's context.
+    pub fn with<T>(&self, f: impl FnOnce(&VerifyContext<'_>) -> T) -> T {
+        let inputs = self.step.tensors.inputs();
+        f(&VerifyContext {
+            config: &self.config,
+            common: &self.step.cam,
+            inputs: &inputs,
+            promise: self.promise.as_ref(),
+            grant: self.grant,
+            num_blocks: self.num_blocks,
+        })
+    }
+
+    fn query_len(&self, row: usize) -> usize {
+        let starts = &self.step.tensors.query_start_loc;
+        (starts[row + 1] - starts[row]) as usize
+    }
+
+    /// NaN but for the keys of `row` that its window reaches.
+    fn poisoned_for(&self, row: usize) -> KvCache {
+        let layer = self.layer;
+        let mut cache = KvCache::new(
+            self.num_blocks as usize,
+            layer.num_kv_heads,
+            layer.block_size,
+            layer.head_size,
+            layer.kv_cache_dtype,
+        );
+        cache.fill(f32::NAN);
+        let elements = layer.num_kv_heads * layer.head_size;
+        let count = self.keys[row].len() / elements;
+        let freed = layer.sliding_window.map_or(0, |window| {
+            (count + 1).saturating_sub(self.query_len(row) + window as usize)
+        });
+        let blocks = self.step.tensors.table().row(row);
+        let slots: Vec<i64> = (0..count)
+            .map(|position| match position < freed {
+                true => -1,
+                false => {
+                    let block = i64::from(blocks[position / layer.block_size]);
+                    block * layer.block_size as i64 + (position % layer.block_size) as i64
+                }
+            })
+            .collect();
+        let family = timetable_types::Family::FlashAttn;
+        new_impl(family, layer)
+            .expect("an impl")
+            .do_kv_cache_update(&self.keys[row], &self.values[row], &mut cache, &slots);
+        cache
+    }
+
+    /// Attention in f64, each row to those of its keys that `attends(row, key)` names, as far as causality and window allow.
+    pub fn attention(&self, attends: impl Fn(usize, usize) -> bool) -> Vec<f64> {
+        let layer = &self.layer;
+        let (size, group) = (layer.head_size, layer.num_heads / layer.num_kv_heads);
+        let mut output = vec![0.0; self.query.len()];
+        let element = |of: &[f32], key: usize, head: usize, d: usize| {
+            f64::from(of[(key * layer.num_kv_heads + head) * size + d])
+        };
+        for row in 0..self.keys.len() {
+            let first = self.step.tensors.query_start_loc[row] as usize;
+            let (query, count) = (
+                self.query_len(row),
+                self.keys[row].len() / (layer.num_kv_heads * size),
+            );
+            let causal = match self.step.cam.causal {
+                Causal::All(causal) => causal,
+                Causal::PerRequest => self.step.tensors.causal.as_ref().expect("flags")[row] != 0,
+            };
+            for token in 0..query {
+                let position = count - query + token;
+                let seen: Vec<usize> = (0..count)
+                    .filter(|&key| attends(row, key) && !(causal && key > position))
+                    .filter(|&key| {
+                        layer.sliding_window.is_none_or(|window| {
+                            key + window as usize > position && key < position + window as usize
+                        })
+                    })
+                    .collect();
+                for head in 0..layer.num_heads {
+                    let at = ((first + token) * layer.num_heads + head) * size;
+                    let scores: Vec<f64> = seen
+                        .iter()
+                        .map(|&key| {
+                            let dot: f64 = (0..size)
+                                .map(|d| {
+                                    f64::from(self.query[at + d])
+                                        * element(&self.keys[row], key, head / group, d)
+                                })
+                                .sum();
+                            let score = f64::from(layer.scale) * dot;
+                            layer.logits_soft_cap.map_or(score, |cap| {
+                                f64::from(cap) * (score / f64::from(cap)).tanh()
+                            })
+                        })
+                        .collect();
+                    let max = scores.iter().fold(f64::NEG_INFINITY, |max, &s| max.max(s));
+                    let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
+                    for (score, &key) in scores.iter().zip(&seen) {
+                        for d in 0..size {
+                            output[at + d] += (score - max).exp() / sum
+                                * element(&self.values[row], key, head / group, d);
+                        }
+                    }
+                }
+            }
+        }
+        output
+    }
+
+    /// Runs `metadata` against `expected`, or against attention to every key.
+    pub fn run(&self, metadata: &Metadata, expected: Option<&[f64]>) -> Ran {
+        if self.caches.is_empty() {
+            return Ran::NotHere("decode context parallelism".to_owned());
+        }
+        let mut step = StepMetadata::new();
+        let inputs = self.step.tensors.inputs();
+        if let Err(error) = step.prepare(metadata, &inputs, self.layer.block_size as u32) {
+            return Ran::NotHere(error.to_string());
+        }
+        let layer = new_impl(metadata.family(), self.layer).expect("an impl");
+        let expected = expected.unwrap_or(&self.expected);
+        let width = self.layer.num_heads * self.layer.head_size;
+        let starts = &self.step.tensors.query_start_loc;
+        let covered = starts[starts.len() - 1] as usize * width;
+        let mut output = vec![UNWRITTEN; self.query.len()];
+        for (row, cache) in &self.caches {
+            output.fill(UNWRITTEN);
+            if let Err(error) = layer.forward(&self.query, cache, Some(&step), &mut output, None) {
+                return Ran::Wrong(format!("row {row}: {error}"));
+            }
+            let own = starts[*row] as usize * width..starts[row + 1] as usize * width;
+            let size = self.layer.head_size;
+            let pairs = output[own.clone()]
+                .chunks(size)
+                .zip(expected[own].chunks(size));
+            for (index, (found, wanted)) in pairs.enumerate() {
+                let scale = wanted.iter().fold(0.0f64, |scale, x| scale.max(x.abs()));
+                let close = found.iter().zip(wanted).all(|(&found, wanted)| {
+                    (f64::from(found) - wanted).abs() <= BOUND * scale.max(1e-3)
+                });
+                if !close {
+                    let (token, head) =
+                        (index / self.layer.num_heads, index % self.layer.num_heads);
+                    return Ran::Wrong(format!(
+                        "row {row}, token {token}, head {head}: {} where {} was right",
+                        found[0], wanted[0]
+                    ));
+                }
+            }
+            if output[covered..].iter().any(|&x| x != 0.0) {
+                return Ran::Wrong("a token of no request is not zeros".to_owned());
+            }
+        }
+        Ran::Right
+    }
+}
