@@ -1,8 +1,12 @@
-//! The builder of one attention group as the engine holds it: a component that may be replaced while requests run, and the
-//! plain builder that serves whenever the component does not.
+//! The builder of one attention group as the engine holds it: a component that may be replaced while requests run, a candidate
+//! that is being tried, and the plain builder that serves whenever the component does not.
 //!
 //! A fault costs no step, unless the policy says so: the same step is built by the plain builder. Must never know: what a step's
 //! metadata means (the verifier is the caller's), how a version is prepared, or who asked for it.
+
+mod held;
+mod step;
+mod trial;
 
 use std::{
     borrow::Cow,
@@ -20,12 +24,13 @@ use timetable_types::{
 };
 
 use crate::{
-    BuilderCall, Component, FaultPolicy, GroupState, OnFault, ReloadError, ReloadHandle, Sandbox,
-    VersionHandle, WasmBuilder,
-    policy::{Standing, Verdict},
-    reload, rerun,
-    shared::{Evidence, Finding, Ready, Retired, Shared, Version},
+    BuilderCall, Component, FaultPolicy, OnFault, ReloadError, ReloadHandle, Sandbox, TenantName,
+    VersionHandle, Withdrawal, reload, rerun,
+    shared::{Evidence, Finding, Shared},
 };
+use held::Held;
+pub use step::{Arm, BuiltBy, StepError, StepMetadata};
+pub(crate) use trial::Trial;
 
 /// A check of a new version before it goes into service, beside the built-in one (it constructs and builds small steps): for
 /// example conformance cases through the verifier. Runs on the reload thread.
@@ -43,80 +48,19 @@ pub struct GroupSetup {
     pub acceptance: Option<Acceptance>,
 }
 
-/// A version in service, with what the step thread owns of it.
-struct Current {
-    version: Arc<Version>,
-    /// None while the next instance is being prepared.
-    instance: Option<WasmBuilder>,
-    spare: Option<WasmBuilder>,
-    standing: Standing,
-    /// Why it is out of service, for the steps that fail because it is.
-    last_fault: Option<BuildFault>,
-}
-
 /// The builder of one attention group (and micro-batch). Owned by the step thread.
 pub struct GroupBuilder {
     shared: Arc<Shared>,
     plain: Box<dyn MetadataBuilder>,
-    current: Option<Current>,
+    current: Option<Held>,
+    trial: Option<Trial>,
 }
 
-/// Who built a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BuiltBy {
-    /// The component.
-    Component,
-    /// The plain builder.
-    Plain,
-}
-
-/// A step's metadata, verified.
-#[derive(Clone, Debug)]
-pub struct StepMetadata {
-    /// The metadata.
-    pub metadata: Metadata,
-    /// Who built it.
-    pub built_by: BuiltBy,
-    /// What the component did wrong in this very step, if it did.
-    pub fault: Option<BuildFault>,
-    /// The version that was asked in this step, whether it served or faulted. None: the plain builder was asked alone.
-    pub version: Option<VersionHandle>,
-    /// How long the call took whose metadata this is.
-    pub build_time: Duration,
-    /// Fuel of the component's call, where it was asked; 0 elsewhere.
-    pub fuel: u64,
-}
-
-/// A step without metadata: its requests fail with this error, the process lives.
-#[derive(Clone, Debug, thiserror::Error)]
-pub struct StepError {
-    /// What the component did wrong in this step, or what took it out of service before. None if it was not asked.
-    pub component: Option<BuildFault>,
-    /// What the plain builder did wrong. None: the policy leaves no step to it.
-    pub plain: Option<BuildFault>,
-    /// The policy.
-    pub policy: OnFault,
-}
-
-impl fmt::Display for StepError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "this step has no metadata: ")?;
-        match (&self.plain, &self.component) {
-            (Some(plain), None) => write!(f, "the plain builder: {plain}"),
-            (Some(plain), Some(fault)) => write!(
-                f,
-                "the plain builder: {plain}; before it, the component: {fault}"
-            ),
-            (None, Some(fault)) => write!(
-                f,
-                "the component: {fault}; its policy is {}, which leaves no step to the plain builder",
-                self.policy
-            ),
-            (None, None) => write!(
-                f,
-                "the component has no instance ready, and its policy is {}",
-                self.policy
-            ),
+impl Drop for GroupBuilder {
+    /// A candidate that no more steps are shown to is tried no longer; its thread ends.
+    fn drop(&mut self) {
+        if let Some(candidate) = &*self.shared.candidate.load() {
+            candidate.withdraw(Withdrawal::Ended);
         }
     }
 }
@@ -142,6 +86,7 @@ impl GroupBuilder {
             shared: Arc::new(shared),
             plain,
             current: None,
+            trial: None,
         }
     }
 
@@ -158,7 +103,7 @@ impl GroupBuilder {
         let mut group = GroupBuilder::plain(sandbox, setup);
         let config = group.shared.config.load_full();
         let ready = reload::prepare(&group.shared, component, &config, origin)?;
-        group.install(ready);
+        group.install(Held::of(ready, &group.shared.policy.load()));
         Ok(group)
     }
 
@@ -181,39 +126,49 @@ impl GroupBuilder {
         }
     }
 
-    /// Takes a version that is ready into service, and a spare that was made. True if the version changed: `info` and launch
-    /// promises are then to be asked for again. Without news it costs three loads; a swap less than a microsecond.
+    /// Takes a version that is ready into service, and a spare that was made; decides whether a candidate serves this step.
+    /// True if `info` or the launch promises may have changed, and are to be asked for again. Without news it costs four loads;
+    /// a swap less than a microsecond.
     ///
     /// `build` does this itself; call it before if the batch's order depends on `info`.
     pub fn step_boundary(&mut self) -> bool {
+        let mut changed = false;
         if let Some(ready) = self.shared.pending.take() {
-            self.install(ready);
-            return true;
+            self.install(Held::of(ready, &self.shared.policy.load()));
+            changed = true;
         }
         if let Some((version, spare)) = self.shared.spares.take() {
             match &mut self.current {
-                Some(current)
-                    if Arc::ptr_eq(&current.version, &version) && current.spare.is_none() =>
-                {
-                    current.spare = Some(spare);
-                    if current.instance.is_none() && current.standing.out().is_none() {
-                        current.instance = current.spare.take();
+                Some(current) if current.lacks_spare_of(&version) => {
+                    if current.take_spare(spare) {
                         self.set_state();
-                        self.order_spare();
+                        self.order_spare(Arm::Active);
                     }
                 }
                 _ => self.bury(spare),
             }
         }
         if let Some(Finding { version, fault }) = self.shared.findings.take()
-            && self
-                .current
-                .as_ref()
-                .is_some_and(|current| Arc::ptr_eq(&current.version, &version))
+            && let Some(arm) = self.arm_of(&version)
         {
-            self.fault(&fault, None);
+            self.fault(arm, &fault, None);
         }
-        false
+        if let Some(trial) = self.shared.trials.take() {
+            changed |= self.begin_trial(trial);
+        }
+        if self.trial.is_some() {
+            changed |= self.go_on_with_trial();
+        }
+        changed
+    }
+
+    /// The tenants whose rows the candidate builds in this step, each segment through [`Arm::Candidate`]. Empty where there is
+    /// no candidate, or it gets a share of whole steps. Changes only in `step_boundary`.
+    pub fn canary_tenants(&self) -> &[TenantName] {
+        match &self.trial {
+            Some(Trial::Canary(canary)) => canary.tenants(),
+            _ => &[],
+        }
     }
 
     /// This step's metadata: of the component if it serves and `verify` accepts it, else, as the policy says, of the plain
@@ -247,11 +202,16 @@ impl GroupBuilder {
             common,
             context: None,
         };
-        self.serve(&BuilderCall::Build { fast_build }, batch, &verify)
+        self.serve(
+            self.arm(),
+            &BuilderCall::Build { fast_build },
+            batch,
+            &verify,
+        )
     }
 
     /// As `build_current`, for the batch of `context`, which is kept in the bundle of a fault: a refusal can then be replayed.
-    /// `accept` is still what decides.
+    /// It is also what a candidate in shadow is shown. `accept` is still what decides.
     ///
     /// # Errors
     /// As `build`.
@@ -261,11 +221,26 @@ impl GroupBuilder {
         fast_build: bool,
         accept: impl Fn(&Metadata) -> Result<(), R>,
     ) -> Result<StepMetadata, StepError> {
+        self.build_by(self.arm(), context, fast_build, accept)
+    }
+
+    /// As `build_in_context`, by that version: for a segment of the step, where [`GroupBuilder::canary_tenants`] names whose rows
+    /// are the candidate's.
+    ///
+    /// # Errors
+    /// As `build`.
+    pub fn build_by<R: fmt::Display>(
+        &mut self,
+        arm: Arm,
+        context: &VerifyContext<'_>,
+        fast_build: bool,
+        accept: impl Fn(&Metadata) -> Result<(), R>,
+    ) -> Result<StepMetadata, StepError> {
         let batch = Batch {
             common: context.common,
             context: Some(context),
         };
-        self.serve(&BuilderCall::Build { fast_build }, batch, &accept)
+        self.serve(arm, &BuilderCall::Build { fast_build }, batch, &accept)
     }
 
     /// Metadata for capturing a CUDA graph with this batch's shape. No step boundary.
@@ -281,7 +256,12 @@ impl GroupBuilder {
             common,
             context: None,
         };
-        self.serve(&BuilderCall::BuildForCudagraphCapture, batch, &verify)
+        self.serve(
+            self.arm(),
+            &BuilderCall::BuildForCudagraphCapture,
+            batch,
+            &verify,
+        )
     }
 
     /// Metadata for step `draft_index` of a drafter. No step boundary: all drafts of a step have one version.
@@ -299,6 +279,7 @@ impl GroupBuilder {
             context: None,
         };
         self.serve(
+            self.arm(),
             &BuilderCall::BuildForDrafting { draft_index },
             batch,
             &verify,
@@ -323,48 +304,63 @@ impl GroupBuilder {
             common,
             context: None,
         };
-        self.serve(&call, batch, &verify)
+        self.serve(self.arm(), &call, batch, &verify)
     }
 
-    /// What a graph captured with `shape` may rely on, whoever builds the step that is replayed: the larger of the
-    /// component's and the plain builder's promise.
+    /// What a graph captured with `shape` may rely on, whoever builds the step that is replayed: the largest of what the
+    /// component, a candidate in canary and the plain builder promise.
     ///
     /// # Errors
     /// If the plain builder has none. A component that faults here is treated as in `build`.
     pub fn launch_promise(&mut self, shape: &CaptureShape) -> Result<LaunchPromise, BuildFault> {
-        let plain = self.plain.launch_promise(shape)?;
-        let may_serve = self
-            .current
-            .as_ref()
-            .is_some_and(|current| current.standing.may_be_called());
-        let Some(instance) = self.instance().filter(|_| may_serve) else {
-            return Ok(plain);
-        };
-        match instance.launch_promise(shape) {
-            Ok(promise) => Ok(covering(&promise, &plain)),
-            Err(fault) => {
-                let instance_calls = instance.calls();
-                let call = BuilderCall::LaunchPromise(shape.clone());
-                self.fault(
-                    &fault,
-                    Some(Evidence {
-                        call: &call,
-                        common: None,
-                        context: None,
-                        metadata: None,
-                        instance_calls,
-                    }),
-                );
-                Ok(plain)
+        let mut promise = self.plain.launch_promise(shape)?;
+        for arm in [Arm::Active, Arm::Candidate] {
+            let Some(instance) = self
+                .held(arm)
+                .filter(|held| held.standing.may_be_called())
+                .and_then(|held| held.instance.as_mut())
+            else {
+                continue;
+            };
+            match instance.launch_promise(shape) {
+                Ok(offered) => promise = covering(&offered, &promise),
+                Err(fault) => {
+                    let instance_calls = instance.calls();
+                    let call = BuilderCall::LaunchPromise(shape.clone());
+                    self.fault(
+                        arm,
+                        &fault,
+                        Some(Evidence {
+                            call: &call,
+                            common: None,
+                            context: None,
+                            metadata: None,
+                            instance_calls,
+                        }),
+                    );
+                }
             }
+        }
+        Ok(promise)
+    }
+
+    /// Whose turn this step is, where the caller does not say.
+    fn arm(&self) -> Arm {
+        match &self.trial {
+            Some(Trial::Canary(canary)) if canary.serves => Arm::Candidate,
+            _ => Arm::Active,
         }
     }
 
-    fn instance(&mut self) -> Option<&mut WasmBuilder> {
-        self.current.as_mut()?.instance.as_mut()
+    fn held(&mut self, arm: Arm) -> Option<&mut Held> {
+        match (arm, &mut self.trial) {
+            (Arm::Active, _) => self.current.as_mut(),
+            (Arm::Candidate, Some(Trial::Canary(canary))) => Some(&mut canary.held),
+            (Arm::Candidate, _) => None,
+        }
     }
 
-    /// A call begins. May the component be asked?
+    /// A call begins. May the component in service be asked?
     fn may_serve(&mut self, is_step: bool) -> bool {
         let Some(current) = &mut self.current else {
             return false;
@@ -385,6 +381,7 @@ impl GroupBuilder {
 
     fn serve<R: fmt::Display>(
         &mut self,
+        arm: Arm,
         call: &BuilderCall<'_>,
         batch: Batch<'_>,
         verify: &impl Fn(&Metadata) -> Result<(), R>,
@@ -395,31 +392,39 @@ impl GroupBuilder {
             kind: FaultKind::Refused,
             message: refusal.to_string(),
         };
+        let arm = match arm {
+            Arm::Candidate if self.candidate_may_serve(is_step) => Arm::Candidate,
+            _ => Arm::Active,
+        };
 
         let mut fault = None;
         let mut asked = None;
         let mut fuel = 0;
-        if self.may_serve(is_step)
-            && let Some(current) = &mut self.current
-            && let Some(instance) = &mut current.instance
+        if (arm == Arm::Candidate || self.may_serve(is_step))
+            && let Some(held) = self.held(arm)
+            && let Some(instance) = &mut held.instance
         {
             let start = Instant::now();
             let built = call.on(instance, batch.common);
             let elapsed = start.elapsed();
             let instance_calls = instance.calls();
             fuel = instance.fuel_used();
-            let version = VersionHandle(current.version.clone());
-            let within = !is_step || current.standing.pay(elapsed, &policy.build_budget);
+            let version = VersionHandle(held.version.clone());
+            let within = !is_step || held.standing.pay(elapsed, &policy.build_budget);
             let (seen, metadata) = match built {
                 Some(Ok(metadata)) if !within => (overspent(elapsed, &policy), Some(metadata)),
                 Some(Ok(metadata)) => match verify(&metadata) {
                     Ok(()) => {
                         if is_step {
-                            self.served(call, &batch, &metadata, elapsed, instance_calls, &policy);
+                            let cost = (elapsed, instance_calls);
+                            self.served(arm, call, &batch, &metadata, cost, &policy);
                         }
                         return Ok(StepMetadata {
                             metadata,
-                            built_by: BuiltBy::Component,
+                            built_by: match arm {
+                                Arm::Active => BuiltBy::Component,
+                                Arm::Candidate => BuiltBy::Candidate,
+                            },
                             fault: None,
                             version: Some(version),
                             build_time: elapsed,
@@ -432,6 +437,7 @@ impl GroupBuilder {
                 None => (no_metadata(call), None),
             };
             self.fault(
+                arm,
                 &seen,
                 Some(Evidence {
                     call,
@@ -447,7 +453,8 @@ impl GroupBuilder {
 
         // To decline a batch is no fault, so that no policy is asked.
         let declined = matches!(fault, Some(BuildFault::Declined(_)));
-        if policy.on_fault != OnFault::Fallback && !declined && self.current.is_some() {
+        let has_component = self.current.is_some() || fault.is_some();
+        if policy.on_fault != OnFault::Fallback && !declined && has_component {
             if is_step {
                 self.shared.counts.failed_steps.fetch_add(1, Relaxed);
             }
@@ -466,6 +473,7 @@ impl GroupBuilder {
                 Ok(()) => {
                     if is_step {
                         self.shared.counts.plain_steps.fetch_add(1, Relaxed);
+                        self.show(call, &batch, &metadata);
                     }
                     return Ok(StepMetadata {
                         metadata,
@@ -491,140 +499,43 @@ impl GroupBuilder {
         })
     }
 
-    /// After a step that the component built well.
+    /// After a step that a component built well, in so much time, as its so many-th call.
     fn served(
-        &self,
+        &mut self,
+        arm: Arm,
         call: &BuilderCall<'_>,
         batch: &Batch<'_>,
         metadata: &Metadata,
-        elapsed: Duration,
-        instance_calls: u64,
+        (elapsed, instance_calls): (Duration, u64),
         policy: &FaultPolicy,
     ) {
-        let Some(current) = &self.current else {
-            return;
-        };
         let nanoseconds = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
-        let version = &current.version;
-        version
-            .metrics
-            .step(nanoseconds, metadata, batch.common.num_reqs);
-        if current.standing.is_sample(policy) {
-            rerun::order(
-                &self.shared,
-                version,
-                call,
-                batch.common,
-                metadata,
-                instance_calls,
-            );
-        }
-    }
-
-    /// Records a fault. Any but a declined batch ends the instance: the spare takes its place, and the dead one is dropped
-    /// by the reload thread.
-    fn fault(&mut self, fault: &BuildFault, evidence: Option<Evidence<'_>>) {
-        let policy = **self.shared.policy.load();
-        let Some(current) = &mut self.current else {
-            return;
-        };
-        let (kind, message) = match fault {
-            BuildFault::Declined(error) => (FaultKind::Declined, &error.message),
-            BuildFault::Fault { kind, message } => (*kind, message),
-        };
-        self.shared.note(&current.version, kind, message);
-        if kind == FaultKind::Declined {
-            return;
-        }
-        if let Some(evidence) = evidence {
-            self.shared.keep(&current.version, fault, evidence);
-        }
-        let dead = current.instance.take();
-        current.last_fault = Some(fault.clone());
-        match current.standing.fault(kind, &policy) {
-            Verdict::GoOn => {
-                current.instance = current.spare.take();
-                self.order_spare();
-            }
-            Verdict::Quarantine => {
-                let faults = current.standing.recent_faults();
-                self.shared
-                    .quarantine(&current.version, kind, faults, &policy);
-            }
-            Verdict::Close => tracing::error!(
-                group = %self.shared.name, version = %current.version.info.version, %kind,
-                "the builder faulted and its policy is fail-closed: every step fails until a reload or a rollback"
-            ),
-        }
-        self.set_state();
-        if let Some(dead) = dead {
-            self.bury(dead);
-        }
-    }
-
-    /// Puts a version into service and hands the one before to the reload thread, which keeps it ready for a rollback.
-    fn install(&mut self, ready: Ready) {
-        self.shared.active.store(Some(ready.version.clone()));
-        let before = self.current.replace(Current {
-            version: ready.version,
-            instance: Some(ready.instance),
-            spare: ready.spare,
-            standing: Standing::new(&self.shared.policy.load()),
-            last_fault: None,
-        });
-        self.set_state();
-        if let Some(Current {
-            version,
-            instance,
-            spare,
-            ..
-        }) = before
-        {
-            // Taken by the next job of the reload thread. If somebody looks just now, or an older one was not taken yet,
-            // that thread is woken after all: instances are not dropped here.
-            match self.shared.retired.offer(Retired {
-                version,
-                instance,
-                spare,
-            }) {
-                Ok(None) => {}
-                Ok(Some(older)) => self.shared.sandbox.workshop().run(move || drop(older)),
-                Err(retired) => {
-                    let shared = self.shared.clone();
-                    self.shared
-                        .sandbox
-                        .workshop()
-                        .run(move || reload::retire(&shared, retired));
-                }
+        if let Some(held) = self.held(arm) {
+            let version = held.version.clone();
+            let is_sample = held.standing.is_sample(policy);
+            version
+                .metrics
+                .step(nanoseconds, metadata, batch.common.num_reqs);
+            if is_sample {
+                let common = batch.common;
+                rerun::order(
+                    &self.shared,
+                    &version,
+                    call,
+                    common,
+                    metadata,
+                    instance_calls,
+                );
             }
         }
+        self.show(call, batch, metadata);
+        self.count_canary(arm, nanoseconds);
     }
 
-    fn set_state(&self) {
-        let state = match &self.current {
-            None => GroupState::Plain,
-            Some(current) => match current.standing.out() {
-                Some(Verdict::Close) => GroupState::Closed,
-                Some(_) => GroupState::Quarantined,
-                None if current.standing.backing_off() => GroupState::BackingOff,
-                None if current.instance.is_none() => GroupState::Recovering,
-                None => GroupState::Active,
-            },
-        };
-        self.shared.state.store(state as u8, Relaxed);
-    }
-
-    fn bury(&self, instance: WasmBuilder) {
-        self.shared.sandbox.workshop().run(move || drop(instance));
-    }
-
-    fn order_spare(&self) {
-        if let Some(current) = &self.current {
-            let (shared, version) = (self.shared.clone(), current.version.clone());
-            self.shared
-                .sandbox
-                .workshop()
-                .run(move || reload::refill(&shared, &version));
+    /// Shows a served step to a candidate in shadow.
+    fn show(&self, call: &BuilderCall<'_>, batch: &Batch<'_>, metadata: &Metadata) {
+        if let Some(Trial::Shadow(tap)) = &self.trial {
+            tap.show(call, batch.context, metadata);
         }
     }
 }

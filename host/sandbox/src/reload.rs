@@ -1,5 +1,5 @@
 //! Replacing a group's builder while requests run: everything that takes time happens on the reload thread, and only a version
-//! that loads, constructs and builds is left for the step thread to take.
+//! that loads, constructs and builds is left for the step thread to take, or to be tried first.
 //!
 //! Must never know: the step thread's own state. It leaves things in mailboxes.
 
@@ -12,12 +12,14 @@ use timetable_attention::{BuildFault, MetadataBuilder};
 use timetable_types::{BuilderConfig, Family};
 
 use crate::{
-    BuilderCall, BuilderStatus, Component, ContentHash, FaultPolicy, LoadError, VersionInfo,
-    WasmBuilder,
+    BuilderCall, BuilderStatus, Companions, Component, ContentHash, FaultPolicy, LoadError,
+    ReloadPlan, Stage, VersionInfo, WasmBuilder, Withdrawal,
     bundle::SeenFault,
+    candidate::{self, Candidate},
+    group::Trial,
     mailbox::lock,
     metrics::VersionMetrics,
-    probe,
+    probe, shadow,
     shared::{Case, Ready, Retired, Shared, Version, bundle},
 };
 
@@ -75,6 +77,24 @@ pub enum ReloadError {
         /// The field, its value, and what to give.
         problem: String,
     },
+    /// A plan that makes no sense.
+    #[error("reload of group `{group}`: {problem}")]
+    Plan {
+        /// The group.
+        group: String,
+        /// The field, its value, and what to give.
+        problem: String,
+    },
+    /// No thread for a shadow.
+    #[error(
+        "the shadow of group `{group}` cannot start: {error}; raise the process's thread limit"
+    )]
+    Thread {
+        /// The group.
+        group: String,
+        /// What the system said.
+        error: std::io::Error,
+    },
     /// The reload thread ended in the middle of it.
     #[error(
         "the reload of group `{0}` was given up: its thread failed; see the log, and try again"
@@ -129,6 +149,64 @@ impl ReloadHandle {
         })
     }
 
+    /// Submits a version and has it go through the stages of `plan`: `component`, or the one in service if that is None, with
+    /// `options`, or those of the version before if that is None. Returns when it is checked; from then on its stage stands in
+    /// [`BuilderStatus::candidate`]. A plan without stages is `reload_component`.
+    ///
+    /// A candidate that is being tried already is withdrawn. `companions` are the candidates of other groups that it gets into
+    /// service with.
+    ///
+    /// # Errors
+    /// As `reload`; a plan that makes no sense. What serves, or is being tried, stays.
+    pub fn submit(
+        &self,
+        component: Option<&Component>,
+        origin: &str,
+        options: Option<Vec<(String, String)>>,
+        plan: &ReloadPlan,
+        companions: &Companions,
+    ) -> Result<VersionInfo, ReloadError> {
+        if let Some(problem) = plan.problem() {
+            return Err(ReloadError::Plan {
+                group: self.shared.name.clone(),
+                problem,
+            });
+        }
+        let (component, origin) = (component.cloned(), origin.to_owned());
+        let (plan, companions) = (plan.clone(), companions.clone());
+        self.on_reload_thread(move |shared| {
+            let active = || {
+                let active = shared.active.load_full();
+                active.ok_or_else(|| ReloadError::NoComponent(shared.name.clone()))
+            };
+            let component = match component {
+                Some(component) => component,
+                None => active()?.component.clone(),
+            };
+            let config = match options {
+                Some(options) => Arc::new(BuilderConfig {
+                    options,
+                    ..BuilderConfig::clone(&shared.config.load())
+                }),
+                None => shared.config.load_full(),
+            };
+            if plan.is_immediate() {
+                let info = publish(shared, &component, &config, &origin)?;
+                shared.config.store(config);
+                return Ok(info);
+            }
+            let ready = prepare(shared, &component, &config, &origin)?;
+            let info = ready.version.info.clone();
+            start(shared, ready, plan, companions)?;
+            Ok(info)
+        })
+    }
+
+    /// Withdraws the candidate, if one is being tried: what serves goes on. Never waits.
+    pub fn withdraw(&self) -> Option<VersionInfo> {
+        withdraw(&self.shared, Withdrawal::RolledBack)
+    }
+
     /// The component in service with other options: another configuration is another version, with instances of its own.
     /// The options stay for later reloads if this succeeds.
     pub fn reconfigure(&self, options: Vec<(String, String)>) -> Result<VersionInfo, ReloadError> {
@@ -149,9 +227,16 @@ impl ReloadHandle {
     }
 
     /// Goes back to the version before, which was kept ready; it takes over at the next step boundary, and the present one
-    /// becomes the previous. If a reload is still waiting for its step boundary, it is withdrawn instead.
+    /// becomes the previous. If a candidate is being tried, or a reload is still waiting for its step boundary, that is withdrawn
+    /// instead. Returns the version that serves then; a candidate's own, if that is the plain builder.
     pub fn rollback(&self) -> Result<VersionInfo, ReloadError> {
         self.on_reload_thread(|shared| {
+            if let Some(withdrawn) = withdraw(shared, Withdrawal::RolledBack) {
+                let active = shared.active.load();
+                return Ok(active
+                    .as_ref()
+                    .map_or(withdrawn, |active| active.info.clone()));
+            }
             if shared.pending.withdraw().is_some()
                 && let Some(active) = shared.active.load_full()
             {
@@ -190,10 +275,10 @@ impl ReloadHandle {
         **self.shared.policy.load()
     }
 
-    /// `told` is called with the version that the group returns to by itself after a quarantine, so that whoever records what is
-    /// active can. It runs on the reload thread, and must not wait for a reload.
-    pub fn on_return(&self, told: impl Fn(&VersionInfo) + Send + 'static) {
-        *lock(&self.shared.on_return) = Some(Box::new(told));
+    /// `told` is called when what serves, or what is tried, has changed by itself: a return to the last good version, a candidate
+    /// in its next stage. So whoever records what is active can look at `status`. It must not wait for a reload.
+    pub fn on_change(&self, told: impl Fn() + Send + 'static) {
+        *lock(&self.shared.on_change) = Some(Box::new(told));
     }
 
     /// What the group's builder is doing.
@@ -229,8 +314,58 @@ fn publish(
 ) -> Result<VersionInfo, ReloadError> {
     let ready = prepare(shared, component, config, origin)?;
     let info = ready.version.info.clone();
+    withdraw(shared, Withdrawal::Replaced);
     drop(shared.pending.put(ready));
     Ok(info)
+}
+
+fn withdraw(shared: &Shared, why: Withdrawal) -> Option<VersionInfo> {
+    let candidate = shared.candidate.load_full()?;
+    if !candidate.withdraw(why) {
+        return None;
+    }
+    candidate::tell(shared, &candidate);
+    Some(candidate.version.info.clone())
+}
+
+/// A checked version enters the first stage of its plan.
+fn start(
+    shared: &Arc<Shared>,
+    ready: Ready,
+    plan: ReloadPlan,
+    companions: Companions,
+) -> Result<(), ReloadError> {
+    let shadowed = plan.shadow_steps > 0;
+    let candidate = Arc::new(Candidate::new(ready.version.clone(), plan, companions));
+    withdraw(shared, Withdrawal::Replaced);
+    shared.candidate.store(Some(candidate.clone()));
+    if !shadowed {
+        try_in_service(shared, &candidate, ready);
+        return Ok(());
+    }
+    shadow::start(shared, &candidate, ready).map_err(|error| {
+        candidate.withdraw(Withdrawal::NoInstance);
+        ReloadError::Thread {
+            group: shared.name.clone(),
+            error,
+        }
+    })
+}
+
+/// A candidate that has passed its shadow, or has none, enters canary; without a canary it has passed.
+pub(crate) fn try_in_service(shared: &Shared, candidate: &Arc<Candidate>, ready: Ready) {
+    let goes_on = match candidate.plan.canary {
+        Some(_) => candidate.advance(Stage::Canary),
+        None => {
+            candidate.pass();
+            candidate.is_tried()
+        }
+    };
+    if goes_on {
+        let trial = Trial::canary(candidate.clone(), ready, &shared.policy.load());
+        drop(shared.trials.put(trial));
+    }
+    candidate::tell(shared, candidate);
 }
 
 /// A version with an instance and a spare, both constructed and tried.
@@ -266,6 +401,7 @@ pub(crate) fn prepare(
             family: shared.family,
             name: instance.info().name.clone(),
             origin: origin.to_owned(),
+            options: config.options.clone(),
         },
         builder: instance.info().clone(),
         component: component.clone(),
@@ -280,7 +416,8 @@ pub(crate) fn prepare(
     })
 }
 
-fn make(
+/// A new instance, constructed and tried.
+pub(crate) fn make(
     shared: &Shared,
     component: &Component,
     config: &BuilderConfig,
@@ -312,6 +449,7 @@ fn keep_unborn(shared: &Shared, component: &Component, config: &BuilderConfig, f
         family: component.family(),
         name: String::new(),
         origin: String::new(),
+        options: config.options.clone(),
     };
     if !bundles.admit(info.version, fault.kind) {
         return;
@@ -348,20 +486,21 @@ pub(crate) fn return_to_last_good(shared: &Shared, quarantined: &Arc<Version>) {
     ready.spare = make(shared, &ready.version.component, &ready.version.config).ok();
     tracing::warn!(group = %shared.name, version = %ready.version.info.version, "returning to the last good version");
     shared.counts.returns.fetch_add(1, Relaxed);
-    let info = ready.version.info.clone();
     drop(shared.pending.put(ready));
-    if let Some(told) = lock(&shared.on_return).as_ref() {
-        told(&info);
-    }
+    shared.tell();
 }
 
-/// After a fault: a new spare, unless the version has gone out of service.
+/// After a fault: a new spare, unless the version has gone out of service and is not being tried.
 pub(crate) fn refill(shared: &Shared, version: &Arc<Version>) {
-    if !shared.in_service(version) {
+    let spares = if shared.in_service(version) {
+        &shared.spares
+    } else if shared.tries(version) {
+        &shared.candidate_spares
+    } else {
         return;
-    }
+    };
     match make(shared, &version.component, &version.config) {
-        Ok(spare) => drop(shared.spares.put((version.clone(), spare))),
+        Ok(spare) => drop(spares.put((version.clone(), spare))),
         Err(error) => {
             if let ReloadError::Construct {
                 fault: BuildFault::Fault { kind, message },

@@ -18,7 +18,8 @@ use crate::{
     BuilderCall, BuilderStatus, Component, FaultPolicy, FaultRecord, GroupState, Sandbox,
     VersionInfo, WasmBuilder,
     bundle::{Again, FaultBundle, FaultHeader, SeenFault, StepRecord, WrittenBy, unix_time},
-    group::Acceptance,
+    candidate::Candidate,
+    group::{Acceptance, Trial},
     mailbox::{Mailbox, lock},
     metrics::{FaultCounts, VersionMetrics},
     reload,
@@ -67,11 +68,13 @@ pub(crate) struct GroupCounts {
     pub(crate) quarantines: AtomicU64,
     pub(crate) returns: AtomicU64,
     pub(crate) reruns: AtomicU64,
+    pub(crate) activations: AtomicU64,
+    pub(crate) withdrawals: AtomicU64,
     pub(crate) faults: FaultCounts,
 }
 
-/// Told of the version that a group returned to by itself. Runs on the reload thread.
-pub(crate) type OnReturn = Box<dyn Fn(&VersionInfo) + Send>;
+/// Told that what serves, or what is tried, has changed by itself. Runs on the reload thread or a shadow's.
+pub(crate) type OnChange = Box<dyn Fn() + Send>;
 
 /// One group's shared part.
 pub(crate) struct Shared {
@@ -90,8 +93,12 @@ pub(crate) struct Shared {
     pub(crate) retired: Mailbox<Retired>,
     pub(crate) findings: Mailbox<Finding>,
     pub(crate) previous: Mutex<Option<Ready>>,
-    /// Whoever wants to know of an automatic return.
-    pub(crate) on_return: Mutex<Option<OnReturn>>,
+    /// The version that is being tried, or was tried last.
+    pub(crate) candidate: ArcSwapOption<Candidate>,
+    /// A candidate that enters shadow or canary, or has passed.
+    pub(crate) trials: Mailbox<Trial>,
+    pub(crate) candidate_spares: Mailbox<(Arc<Version>, WasmBuilder)>,
+    pub(crate) on_change: Mutex<Option<OnChange>>,
     /// A sampled step is being built again.
     pub(crate) rerunning: AtomicBool,
     pub(crate) counts: GroupCounts,
@@ -129,7 +136,10 @@ impl Shared {
             retired: Mailbox::new(),
             findings: Mailbox::new(),
             previous: Mutex::new(None),
-            on_return: Mutex::new(None),
+            candidate: ArcSwapOption::empty(),
+            trials: Mailbox::new(),
+            candidate_spares: Mailbox::new(),
+            on_change: Mutex::new(None),
             rerunning: AtomicBool::new(false),
             counts: GroupCounts::default(),
             state: AtomicU8::new(GroupState::Plain as u8),
@@ -142,6 +152,21 @@ impl Shared {
         active
             .as_ref()
             .is_some_and(|active| Arc::ptr_eq(active, version))
+    }
+
+    /// Is `version` being tried?
+    pub(crate) fn tries(&self, version: &Arc<Version>) -> bool {
+        let candidate = self.candidate.load();
+        candidate.as_ref().is_some_and(|candidate| {
+            Arc::ptr_eq(&candidate.version, version) && candidate.is_tried()
+        })
+    }
+
+    /// Tells whoever wants to know that something changed by itself.
+    pub(crate) fn tell(&self) {
+        if let Some(told) = lock(&self.on_change).as_ref() {
+            told();
+        }
     }
 
     pub(crate) fn status(&self) -> BuilderStatus {
@@ -163,6 +188,13 @@ impl Shared {
                         .as_ref()
                         .map(|ready| ready.version.info.clone())
                 }),
+            candidate: self
+                .candidate
+                .load()
+                .as_ref()
+                .map(|candidate| candidate.status()),
+            activations: self.counts.activations.load(Relaxed),
+            withdrawals: self.counts.withdrawals.load(Relaxed),
             steps: metrics.map_or(0, |metrics| metrics.steps.load(Relaxed)),
             plain_steps: self.counts.plain_steps.load(Relaxed),
             failed_steps: self.counts.failed_steps.load(Relaxed),

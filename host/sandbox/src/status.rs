@@ -8,7 +8,7 @@ use serde::Serialize;
 use timetable_attention::FaultKind;
 use timetable_types::Family;
 
-use crate::{BundleFigures, ContentHash, FaultPolicy, Summary, VersionInfo};
+use crate::{BundleFigures, CandidateStatus, ContentHash, FaultPolicy, Summary, VersionInfo};
 
 /// Which builder serves a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -90,6 +90,12 @@ pub struct BuilderStatus {
     pub pending: Option<VersionInfo>,
     /// The version that a rollback returns to.
     pub previous: Option<VersionInfo>,
+    /// The version that is being tried, or was tried last, until the next reload.
+    pub candidate: Option<CandidateStatus>,
+    /// Candidates that got into service.
+    pub activations: u64,
+    /// Candidates that were withdrawn.
+    pub withdrawals: u64,
     /// Steps that the version in service built.
     pub steps: u64,
     /// Steps that the plain builder built, in all.

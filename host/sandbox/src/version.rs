@@ -96,6 +96,8 @@ pub struct VersionInfo {
     pub name: String,
     /// Where it came from, as the one who loaded it said: a path, "embedded", …
     pub origin: String,
+    /// What it was constructed with, beside what the engine says.
+    pub options: Vec<(String, String)>,
 }
 
 #[cfg(test)]

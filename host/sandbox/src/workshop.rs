@@ -21,10 +21,7 @@ impl Workshop {
     pub(crate) fn start() -> std::io::Result<Workshop> {
         let (jobs, queue) = unbounded::<Job>();
         std::thread::Builder::new().name("timetable-reload".into()).spawn(move || {
-            // On Linux this is the calling thread's alone. Without it, reloads merely disturb more.
-            if let Err(error) = rustix::process::setpriority_process(None, NICE) {
-                tracing::debug!("the reload thread keeps its priority: {error}");
-            }
+            lower_priority();
             for job in queue {
                 if catch_unwind(AssertUnwindSafe(job)).is_err() {
                     tracing::error!("a job of the reload thread panicked; the builders in service are not affected");
@@ -38,5 +35,13 @@ impl Workshop {
     pub(crate) fn run(&self, job: impl FnOnce() + Send + 'static) {
         // The thread outlives this sender, so that sending cannot fail.
         let _ = self.jobs.send(Box::new(job));
+    }
+}
+
+/// Of the calling thread, below that of the step thread. Without it, background work merely disturbs more.
+pub(crate) fn lower_priority() {
+    // On Linux this is the calling thread's alone.
+    if let Err(error) = rustix::process::setpriority_process(None, NICE) {
+        tracing::debug!("a background thread keeps its priority: {error}");
     }
 }

@@ -64,6 +64,8 @@ pub struct Guest {
     /// The first call of `build` that does `build`'s act, counted from 1 over all instances' own calls.
     pub from_call: i32,
     pub answer: Answer,
+    /// Says that every row decodes, which the verifier takes under decode context parallelism only.
+    pub counts_decodes: bool,
     /// Initial pages of memory.
     pub pages: u64,
     pub wasi: bool,
@@ -87,6 +89,7 @@ impl Default for Guest {
             build: Act::Nothing,
             from_call: 1,
             answer: Answer::Metadata { splits: 1 },
+            counts_decodes: true,
             pages: 2,
             wasi: false,
             edit: &[],
@@ -451,8 +454,10 @@ impl Guest {
             (built.num_actual_tokens, 8),
             (built.max_query_len, 12),
             (built.max_seq_len, 16),
-            (built.num_decode_reqs, 4),
         ];
+        if self.counts_decodes {
+            fields.push((built.num_decode_reqs, 4));
+        }
         if self.answer == Answer::InputLengths {
             fields.extend([
                 (built.num_decode_reqs, 36),
@@ -497,7 +502,10 @@ impl Guest {
             },
         );
         let mut promise = Record::new();
-        promise.u32(1); // max-num-splits
+        promise.u32(match self.answer {
+            Answer::Metadata { splits } => splits,
+            _ => 1,
+        }); // max-num-splits
         promise.u32(256); // max-work-items
         promise.align(8);
         promise.bytes.extend(4096_u64.to_le_bytes());
