@@ -4,8 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 
-use timetable_provenance::Source;
-
+use crate::commands::reload::Reload;
 use crate::device::DeviceArg;
 
 const EXIT_CODES: &str = "\
@@ -38,15 +37,17 @@ Examples:
   timetable generate --model m.gguf --prompt Hi --device cuda:0 --kv-cache-dtype fp8")]
     Generate(Generate),
 
-    /// Replace the builder of a backend in the running host; requests go on
+    /// Replace the builder of a backend in the running host, at once or in stages; requests go on
     #[command(after_help = "\
 Examples:
   timetable reload FLASH_ATTN target/guests/flash-attn-fixed-split.wasm
   timetable reload FLASH_ATTN oci://ghcr.io/me/builder@sha256:… --signature builder.wasm.minisig
+  timetable reload FLASH_ATTN mine.wasm --shadow 1000 --canary 5% --wait
+  timetable reload FLASH_ATTN --builder-option splits=4 --shadow 1000
   timetable rollback FLASH_ATTN")]
     Reload(Reload),
 
-    /// Return to the version before the last reload
+    /// Withdraw the candidate that is being tried, or return to the version before the last reload
     Rollback(Rollback),
 
     /// Show the running host's builders: version, state, steps, build times, choices, faults
@@ -351,23 +352,6 @@ pub struct TrustArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct Reload {
-    /// FLASH_ATTN, FLASHINFER
-    pub backend: String,
-
-    /// The component: a path, or oci://REGISTRY/REPOSITORY@sha256:…
-    #[arg(value_name = "PATH", value_hint = ValueHint::FilePath)]
-    pub source: Source,
-
-    /// Its detached signature [default: PATH.minisig or PATH.sig, if there is one]
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    pub signature: Option<PathBuf>,
-
-    #[command(flatten)]
-    pub admin: AdminArgs,
-}
-
-#[derive(Debug, Args)]
 pub struct Rollback {
     /// FLASH_ATTN, FLASHINFER
     pub backend: String,
@@ -662,7 +646,7 @@ pub struct Completions {
 }
 
 /// KEY=VALUE.
-fn key_value(text: &str) -> Result<(String, String), String> {
+pub fn key_value(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() && !value.is_empty() => {
             Ok((key.to_owned(), value.to_owned()))

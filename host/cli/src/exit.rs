@@ -11,7 +11,7 @@ pub enum Exit {
     Failure = 1,
     /// The command line was not understood. clap's own code.
     Usage = 2,
-    /// The verifier, or the builder itself, refused a batch.
+    /// The verifier, or the builder itself, refused a batch; a candidate that was waited for was withdrawn.
     Refused = 3,
     /// An input is not usable: a model, a component, a step description, a directory.
     BadInput = 4,

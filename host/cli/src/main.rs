@@ -27,7 +27,7 @@ fn main() -> ExitCode {
         .init();
     let result = match cli.command {
         Command::Generate(arguments) => commands::generate::run(&arguments),
-        Command::Reload(arguments) => commands::control::reload(&arguments),
+        Command::Reload(arguments) => commands::reload::reload(&arguments),
         Command::Rollback(arguments) => commands::control::rollback(&arguments),
         Command::Builders(arguments) => commands::control::builders(&arguments),
         Command::Build(arguments) => commands::build::run(&arguments),

@@ -196,3 +196,116 @@ fn without_a_host_the_error_says_how_to_start_one() {
     ])
     .fails(4, &["/nonexistent.wasm"]);
 }
+
+/// Gates that a busy machine does not fail.
+const OPEN: [&str; 6] = [
+    "--max-build-ratio",
+    "inf",
+    "--max-extra-build-us",
+    "1000000000",
+    "--min-observed",
+    "0%",
+];
+
+#[test]
+fn a_version_goes_through_its_stages_and_a_bad_one_is_withdrawn() {
+    let undisturbed = Host::of_prompts(200, &[]).finish();
+    let scratch = tempfile::tempdir().unwrap();
+    let state: PathBuf = scratch.path().join("state");
+    let host = Host::of_prompts(200, &["--state-dir", state.to_str().unwrap()]);
+    let manifest = || -> Value {
+        let text = std::fs::read_to_string(state.join("active.json")).unwrap();
+        serde_json::from_str::<Value>(&text).unwrap()["slots"]["flash-attn"].clone()
+    };
+    let before = host.wait_for(|_| true)["builders"][0]["active"]["version"].clone();
+    let path = fixed_split(&scratch);
+    let reload = |path: &str, more: &[&str]| {
+        let mut command = vec!["reload", "FLASH_ATTN", path, "--wait"];
+        command.extend(OPEN);
+        command.extend(more);
+        host.ask(&command)
+    };
+
+    let stages = ["--shadow", "20", "--canary", "25%", "--canary-steps", "10"];
+    let answer = reload(&path, &stages);
+    let answer = answer.succeeds().json();
+    let candidate = &answer["candidates"][0];
+    assert_eq!(candidate["stage"], "active", "{answer}");
+    assert_eq!(candidate["shadow"]["steps"], 20, "{answer}");
+    assert_eq!(candidate["shadow"]["differences"], 0, "{answer}");
+    assert!(
+        candidate["canary"]["steps"].as_u64() >= Some(10),
+        "{answer}"
+    );
+    let table = host.wait_for(|_| true);
+    let group = &table["builders"][0];
+    assert_eq!(group["active"]["version"], answer["version"]);
+    assert_eq!(group["previous"]["version"], before);
+
+    // It traps in its first live step: a shadow's, and nobody is served by it.
+    let bytes = timetable_reference::chaos(timetable_types::Family::FlashAttn).unwrap();
+    let chaos = file(&scratch, "chaos.wasm", bytes);
+    let trap = [
+        "--builder-option",
+        "chaos=trap",
+        "--builder-option",
+        "chaos-from-call=7",
+    ];
+    reload(&chaos, &[&["--shadow", "1000"][..], &trap].concat()).fails(
+        3,
+        &[
+            "will not serve",
+            "1 faults by the end of shadow, the last one trap",
+        ],
+    );
+    // The component in service with other options, while nobody waits; a rollback withdraws it.
+    let options = [
+        "--builder-option",
+        "splits=1",
+        "--canary",
+        "0.1%",
+        "--canary-steps",
+        "9999",
+    ];
+    let trying = host.ask(&[&["reload", "FLASH_ATTN"][..], &options].concat());
+    let trying = trying.succeeds().json();
+    assert_eq!(
+        (&trying["stage"], &trying["origin"]),
+        (&"canary".into(), &path.as_str().into())
+    );
+    assert_eq!(trying["options"], serde_json::json!([["splits", "1"]]));
+    assert_eq!(
+        manifest()["candidate"]["version"]["options"],
+        trying["options"]
+    );
+    let text = run(&["builders", "--admin", &host.socket]);
+    assert!(
+        text.succeeds()
+            .stdout
+            .contains("(flash-attn-fixed-split): canary; canary"),
+        "{}",
+        text.stdout
+    );
+    let answer = host.ask(&["rollback", "FLASH_ATTN"]).succeeds().json();
+    assert_eq!(answer["withdrawn"]["version"], trying["version"]);
+
+    let table = host.wait_for(|_| true);
+    let group = &table["builders"][0];
+    assert_eq!(group["active"]["origin"], path.as_str());
+    assert_eq!(
+        (&group["withdrawals"], &group["activations"]),
+        (&2.into(), &1.into())
+    );
+    let kept = manifest();
+    assert_eq!(kept["active"]["origin"], path.as_str());
+    assert_eq!(kept["candidate"], Value::Null);
+    // A plan that makes no sense, and a backend that is not there.
+    host.ask(&["reload", "FLASH_ATTN", &path, "--canary", "0%"])
+        .fails(4, &["canary has no share", "stays"]);
+    let disturbed = host.finish();
+    assert_eq!(
+        (&disturbed["failed_steps"], &disturbed["fallback_steps"]),
+        (&0.into(), &0.into())
+    );
+    assert_eq!(tokens(&disturbed), tokens(&undisturbed));
+}

@@ -166,12 +166,19 @@ impl Candidate {
         false
     }
 
+    /// Why it was withdrawn. Whoever did so is about to say it.
+    fn why(&self) -> &Withdrawal {
+        self.withdrawal.wait()
+    }
+
     pub(crate) fn status(&self) -> CandidateStatus {
+        let stage = self.stage();
+        let withdrawn = (stage == Stage::Withdrawn).then(|| self.why().to_string());
         let (shadow, canary) = (&self.shadow, &self.canary);
         let median = |histogram: &LatencyHistogram| histogram.quantile(0.5);
         CandidateStatus {
             version: self.version.info.clone(),
-            stage: self.stage(),
+            stage,
             plan: self.plan.clone(),
             faults: self.faults.load(Relaxed),
             shadow: ShadowStatus {
@@ -191,7 +198,7 @@ impl Candidate {
                 active_p50_ns: median(&canary.costs.active),
                 candidate_p50_ns: median(&canary.costs.candidate),
             },
-            withdrawn: self.withdrawal.get().map(Withdrawal::to_string),
+            withdrawn,
         }
     }
 }
@@ -262,9 +269,7 @@ pub(crate) fn tell(shared: &Shared, candidate: &Candidate) {
     match stage {
         Stage::Withdrawn => {
             shared.counts.withdrawals.fetch_add(1, Relaxed);
-            let why = candidate.withdrawal.get().map(Withdrawal::to_string);
-            let why = why.unwrap_or_default();
-            tracing::warn!(%group, %version, "candidate withdrawn: {why}");
+            tracing::warn!(%group, %version, "candidate withdrawn: {}", candidate.why());
         }
         Stage::Active => {
             shared.counts.activations.fetch_add(1, Relaxed);

@@ -64,7 +64,7 @@ pub use probe::probe_steps;
 pub use reload::{ReloadError, ReloadHandle, version_of};
 pub use sandbox::{Sandbox, SandboxError};
 pub use stage::{Canary, Gates, ReloadPlan, Stage, Withdrawal};
-pub use state_dir::{ActiveComponent, StateDir, StateError};
+pub use state_dir::{KeptCandidate, KeptVersion, SlotState, StateDir, StateError};
 pub use status::{BuilderStatus, FaultRecord, GroupState};
 pub use tenant::{TenantName, TenantNameError};
 pub use version::{ContentHash, VersionInfo};

@@ -108,7 +108,16 @@ impl OwnedDir {
             fs::create_dir_all(parent).map_err(io_error)?;
         }
         match DirBuilder::new().mode(0o700).create(path) {
-            Ok(()) => {}
+            Ok(()) => {
+                // So that it is there after a crash if something in it is.
+                let parent = path
+                    .parent()
+                    .filter(|parent| !parent.as_os_str().is_empty());
+                let parent = parent.unwrap_or(Path::new("."));
+                File::open(parent)
+                    .and_then(|parent| parent.sync_all())
+                    .map_err(io_error)?;
+            }
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(io_error(error)),
         }
@@ -218,6 +227,23 @@ impl OwnedDir {
                 error,
             }
         })
+    }
+
+    /// Removes what a crash left half-written. For whoever holds the lock: others may be writing.
+    pub fn remove_temporaries(&self) {
+        let Ok(files) = fs::read_dir(&self.path) else {
+            return;
+        };
+        for file in files.flatten() {
+            let name = file.file_name();
+            let name = name.to_string_lossy();
+            if name.starts_with('.')
+                && name.ends_with(".tmp")
+                && let Err(error) = fs::remove_file(file.path())
+            {
+                tracing::debug!("{}: a temporary file stays: {error}", self.what);
+            }
+        }
     }
 
     /// A lock that lasts as long as the returned file.

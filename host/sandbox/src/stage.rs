@@ -14,7 +14,7 @@ use crate::TenantName;
 const NOISE: Duration = Duration::from_micros(5);
 
 /// Where a version stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[repr(u8)]
 pub enum Stage {

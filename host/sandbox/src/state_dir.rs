@@ -1,11 +1,12 @@
-//! The state directory: components by content, and which of them is active. What is active survives a restart, and a file
-//! that changes on disk changes nothing.
+//! The state directory: components by content, and a manifest of which version of each slot is active, which was before it, and
+//! which is being tried. What is active survives a restart, and a file that changes on disk changes nothing.
 //!
-//! Must never know: how a component is loaded or run.
+//! Every file is written whole, to disk, and then renamed, so that a crash at any point leaves the manifest before or the one
+//! after, and every component that it names. Must never know: how a component is loaded or run.
 
 use std::{
-    collections::BTreeMap,
-    fs::File,
+    collections::{BTreeMap, BTreeSet},
+    fs::{self, File},
     path::{Path, PathBuf},
 };
 
@@ -13,12 +14,12 @@ use serde::{Deserialize, Serialize};
 use timetable_types::Family;
 
 use crate::{
-    ContentHash, DirError,
+    ContentHash, DirError, Stage,
     owned_dir::{Access, OwnedDir},
 };
 
 const MANIFEST: &str = "active.json";
-const MANIFEST_VERSION: u32 = 1;
+const MANIFEST_VERSION: u32 = 2;
 const WHAT: &str = "the state directory";
 
 /// A state directory, locked for this process.
@@ -30,21 +31,66 @@ pub struct StateDir {
     _lock: File,
 }
 
-/// What is active for one family.
+/// A version, as the manifest names it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct ActiveComponent {
+pub struct KeptVersion {
     /// The component's content, kept as `components/<hash>.wasm`.
     pub component: ContentHash,
     /// Where it came from.
     pub origin: String,
+    /// What it is constructed with, beside what the engine says.
+    #[serde(default)]
+    pub options: Vec<(String, String)>,
+}
+
+/// A version that is being tried. After a crash it is not tried again by itself: the active one serves.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KeptCandidate {
+    /// The version.
+    pub version: KeptVersion,
+    /// How far it had come.
+    pub stage: Stage,
+}
+
+/// What is known of one slot. None where the version is not kept here: an embedded one, or one given on the command line.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SlotState {
+    /// What serves after a restart.
+    pub active: Option<KeptVersion>,
+    /// What served before it.
+    pub previous: Option<KeptVersion>,
+    /// What is being tried.
+    pub candidate: Option<KeptCandidate>,
+}
+
+impl SlotState {
+    fn components(&self) -> impl Iterator<Item = ContentHash> {
+        let candidate = self.candidate.as_ref().map(|candidate| &candidate.version);
+        [self.active.as_ref(), self.previous.as_ref(), candidate]
+            .into_iter()
+            .flatten()
+            .map(|kept| kept.component)
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Manifest {
     version: u32,
-    active: BTreeMap<Family, ActiveComponent>,
+    /// By the family's interface, and `@tenant` where a tenant has its own.
+    slots: BTreeMap<String, SlotState>,
+}
+
+/// As version 1 had it: what is active for a family.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Manifest1 {
+    #[serde(rename = "version")]
+    _version: u32,
+    active: BTreeMap<Family, KeptVersion>,
 }
 
 /// Why the state directory cannot be used, or a component cannot be kept.
@@ -54,7 +100,7 @@ pub enum StateError {
     #[error(transparent)]
     Dir(#[from] DirError),
     /// The manifest does not read.
-    #[error("`{path}` is not a manifest of version {MANIFEST_VERSION}: {problem}; move it away to start with the built-in builders", path = path.display())]
+    #[error("`{path}` is not a manifest of version 1 or {MANIFEST_VERSION}: {problem}; move it away to start with the built-in builders", path = path.display())]
     Manifest {
         /// The manifest.
         path: PathBuf,
@@ -77,8 +123,36 @@ pub enum StateError {
     },
 }
 
+impl Manifest {
+    fn read(bytes: &[u8]) -> Result<Manifest, String> {
+        let value: serde_json::Value =
+            serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        let version = value.get("version").and_then(serde_json::Value::as_u64);
+        let text = |error: serde_json::Error| error.to_string();
+        match version {
+            Some(1) => {
+                let Manifest1 { active, .. } = serde_json::from_value(value).map_err(text)?;
+                let slot = |(family, active): (Family, KeptVersion)| {
+                    let state = SlotState {
+                        active: Some(active),
+                        ..SlotState::default()
+                    };
+                    (family.interface().to_owned(), state)
+                };
+                Ok(Manifest {
+                    version: MANIFEST_VERSION,
+                    slots: active.into_iter().map(slot).collect(),
+                })
+            }
+            Some(2) => serde_json::from_value(value).map_err(text),
+            Some(other) => Err(format!("version is {other}")),
+            None => Err("it has no version".to_owned()),
+        }
+    }
+}
+
 impl StateDir {
-    /// Opens `path`, or makes it, and locks it for this process.
+    /// Opens `path`, or makes it, and locks it for this process. What a crash left half-written is removed.
     ///
     /// # Errors
     /// If it belongs to another user, others may write to it, it cannot be written, another process has it open, or its
@@ -87,23 +161,17 @@ impl StateDir {
         let dir = OwnedDir::open(WHAT, path, Access::Readable)?;
         let lock = dir.lock()?;
         let components = OwnedDir::open(WHAT, &path.join("components"), Access::Readable)?;
+        dir.remove_temporaries();
+        components.remove_temporaries();
         let manifest = match dir.read(MANIFEST)? {
             None => Manifest {
                 version: MANIFEST_VERSION,
-                active: BTreeMap::new(),
+                slots: BTreeMap::new(),
             },
-            Some(bytes) => {
-                let broken = |problem| StateError::Manifest {
-                    path: path.join(MANIFEST),
-                    problem,
-                };
-                let manifest: Manifest =
-                    serde_json::from_slice(&bytes).map_err(|error| broken(error.to_string()))?;
-                if manifest.version != MANIFEST_VERSION {
-                    return Err(broken(format!("version is {}", manifest.version)));
-                }
-                manifest
-            }
+            Some(bytes) => Manifest::read(&bytes).map_err(|problem| StateError::Manifest {
+                path: path.join(MANIFEST),
+                problem,
+            })?,
         };
         Ok(StateDir {
             dir,
@@ -118,7 +186,8 @@ impl StateDir {
         self.dir.path()
     }
 
-    /// Keeps a component by its content. Writes nothing if it is there.
+    /// Keeps a component by its content, durably. Writes nothing if it is there. It stays until the next `set` that does not
+    /// name it.
     pub fn keep(&self, bytes: &[u8]) -> Result<ContentHash, StateError> {
         let hash = ContentHash::of(bytes);
         let name = file_name(hash);
@@ -130,6 +199,11 @@ impl StateDir {
             self.components.write(&name, &[bytes])?;
         }
         Ok(hash)
+    }
+
+    /// Is the component kept? (`component` checks its content.)
+    pub fn has(&self, hash: ContentHash) -> bool {
+        self.components.path().join(file_name(hash)).is_file()
     }
 
     /// The bytes of a kept component, checked against its name.
@@ -154,56 +228,46 @@ impl StateDir {
         Ok(self.components.read(&signature_name(hash))?)
     }
 
-    /// What is active for `family`. None: its built-in builder.
-    pub fn active(&self, family: Family) -> Option<&ActiveComponent> {
-        self.manifest.active.get(&family)
+    /// What is known of a slot: a family's interface, or that and `@tenant`.
+    pub fn slot(&self, name: &str) -> Option<&SlotState> {
+        self.manifest.slots.get(name)
     }
 
-    /// Keeps `bytes` and makes them the active component of `family`, durably, before returning.
-    pub fn activate(
-        &mut self,
-        family: Family,
-        bytes: &[u8],
-        origin: &str,
-    ) -> Result<ContentHash, StateError> {
-        let component = self.keep(bytes)?;
-        let active = ActiveComponent {
-            component,
-            origin: origin.to_owned(),
-        };
-        self.change(family, Some(active))?;
-        Ok(component)
+    /// Every slot that something is known of.
+    pub fn slots(&self) -> impl Iterator<Item = (&str, &SlotState)> {
+        let slots = self.manifest.slots.iter();
+        slots.map(|(name, state)| (name.as_str(), state))
     }
 
-    /// Makes a component that was kept before the active one, as after a rollback.
-    pub fn activate_kept(
+    /// What is active for everybody in `family`. None: its built-in builder.
+    pub fn active(&self, family: Family) -> Option<&KeptVersion> {
+        self.slot(family.interface())?.active.as_ref()
+    }
+
+    /// Makes these slots' states what a restart finds, durably, before returning. Other slots stay; nothing is written if
+    /// nothing changes. Components that no slot names any more are removed.
+    ///
+    /// # Errors
+    /// If a component that is named is not kept, or the manifest cannot be written: what a restart finds stays.
+    pub fn set(
         &mut self,
-        family: Family,
-        component: ContentHash,
-        origin: &str,
+        slots: impl IntoIterator<Item = (String, SlotState)>,
     ) -> Result<(), StateError> {
-        self.component(component)?;
-        let active = ActiveComponent {
-            component,
-            origin: origin.to_owned(),
-        };
-        self.change(family, Some(active))
-    }
-
-    /// Goes back to the built-in builder of `family`.
-    pub fn deactivate(&mut self, family: Family) -> Result<(), StateError> {
-        self.change(family, None)
-    }
-
-    fn change(&mut self, family: Family, to: Option<ActiveComponent>) -> Result<(), StateError> {
-        let mut active = self.manifest.active.clone();
-        match to {
-            Some(to) => active.insert(family, to),
-            None => active.remove(&family),
-        };
+        let mut all = self.manifest.slots.clone();
+        for (slot, state) in slots {
+            if let Some(missing) = state.components().find(|hash| !self.has(*hash)) {
+                let path = self.components.path().join(file_name(missing));
+                return Err(StateError::Missing { path });
+            }
+            all.insert(slot, state);
+        }
+        if all == self.manifest.slots {
+            return Ok(());
+        }
+        let named: BTreeSet<ContentHash> = all.values().flat_map(SlotState::components).collect();
         let manifest = Manifest {
             version: MANIFEST_VERSION,
-            active,
+            slots: all,
         };
         let text = serde_json::to_vec_pretty(&manifest).map_err(|error| StateError::Manifest {
             path: self.dir.path().join(MANIFEST),
@@ -211,7 +275,31 @@ impl StateDir {
         })?;
         self.dir.write(MANIFEST, &[&text])?;
         self.manifest = manifest;
+        self.forget_all_but(&named);
         Ok(())
+    }
+
+    /// After the manifest, so that what it names is always there. A file that stays costs space only.
+    fn forget_all_but(&self, named: &BTreeSet<ContentHash>) {
+        let Ok(files) = fs::read_dir(self.components.path()) else {
+            return;
+        };
+        for file in files.flatten() {
+            let name = file.file_name();
+            // A component, or the signature that came with it.
+            let hash = name.to_str().and_then(|name| {
+                let name = name.strip_suffix(".sig").unwrap_or(name);
+                name.strip_suffix(".wasm")
+            });
+            let Some(hash) = hash.and_then(ContentHash::from_hex) else {
+                continue;
+            };
+            if !named.contains(&hash)
+                && let Err(error) = fs::remove_file(file.path())
+            {
+                tracing::debug!("a component that nothing names any more stays: {error}");
+            }
+        }
     }
 }
 

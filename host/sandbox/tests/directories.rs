@@ -11,7 +11,8 @@ use std::{
 use support::{Guest, config, decodes};
 use timetable_attention::MetadataBuilder;
 use timetable_sandbox::{
-    CodeCache, ContentHash, DirError, Limits, Sandbox, StateDir, StateError, WasmBuilder,
+    CodeCache, ContentHash, DirError, KeptCandidate, KeptVersion, Limits, Sandbox, SlotState,
+    Stage, StateDir, StateError, WasmBuilder,
 };
 use timetable_types::Family;
 
@@ -136,6 +137,27 @@ fn a_cache_that_cannot_be_written_is_gone_without() {
     assert!(!dir.exists());
 }
 
+/// Keeps `bytes` and makes them what is active.
+fn activate(
+    state: &mut StateDir,
+    slot: &str,
+    bytes: &[u8],
+    origin: &str,
+) -> Result<ContentHash, StateError> {
+    let component = state.keep(bytes)?;
+    let active = KeptVersion {
+        component,
+        origin: origin.to_owned(),
+        options: Vec::new(),
+    };
+    let slots = SlotState {
+        active: Some(active),
+        ..SlotState::default()
+    };
+    state.set([(slot.to_owned(), slots)])?;
+    Ok(component)
+}
+
 #[test]
 fn what_is_active_survives_a_restart() {
     let temporary = tempfile::tempdir().unwrap();
@@ -151,12 +173,11 @@ fn what_is_active_survives_a_restart() {
     let hash = {
         let mut state = StateDir::open(&dir).unwrap();
         assert_eq!(state.active(Family::FlashAttn), None);
-        state.activate(Family::FlashAttn, &one, "one.wasm").unwrap();
-        state.activate(Family::FlashAttn, &two, "two.wasm").unwrap();
-        state
-            .activate(Family::Flashinfer, b"never looked at here", "x")
-            .unwrap();
-        state.deactivate(Family::Flashinfer).unwrap();
+        activate(&mut state, "flash-attn", &one, "one.wasm").unwrap();
+        activate(&mut state, "flash-attn", &two, "two.wasm").unwrap();
+        activate(&mut state, "flashinfer", b"never looked at here", "x").unwrap();
+        let nothing = ("flashinfer".to_owned(), SlotState::default());
+        state.set([nothing]).unwrap();
         ContentHash::of(&two)
     };
     let mut state = StateDir::open(&dir).unwrap();
@@ -167,19 +188,39 @@ fn what_is_active_survives_a_restart() {
     );
     assert_eq!(state.component(hash).unwrap(), two);
     assert_eq!(state.active(Family::Flashinfer), None);
-    state
-        .activate_kept(Family::FlashAttn, ContentHash::of(&one), "rolled back")
-        .unwrap();
-    assert_eq!(
-        state
-            .component(state.active(Family::FlashAttn).unwrap().component)
-            .unwrap(),
-        one
-    );
-    let missing = state
-        .activate_kept(Family::FlashAttn, ContentHash::of(b"?"), "x")
-        .unwrap_err();
+    // Nothing named the other components any more.
+    assert_eq!(fs::read_dir(dir.join("components")).unwrap().count(), 1);
+    let kept = |component, origin: &str| KeptVersion {
+        component,
+        origin: origin.to_owned(),
+        options: vec![("a".to_owned(), "b".to_owned())],
+    };
+    let whole = SlotState {
+        active: Some(kept(hash, "two.wasm")),
+        previous: Some(kept(state.keep(&one).unwrap(), "one.wasm")),
+        candidate: Some(KeptCandidate {
+            version: kept(state.keep(b"new").unwrap(), "new.wasm"),
+            stage: Stage::Canary,
+        }),
+    };
+    let slots = ["flash-attn", "flash-attn@lab"].map(|slot| (slot.to_owned(), whole.clone()));
+    state.set(slots).unwrap();
+    drop(state);
+    // As a crash leaves it, in the middle of a write.
+    fs::write(dir.join(".active.json.1.2.tmp"), "{").unwrap();
+    fs::write(dir.join("components/.x.1.2.tmp"), "{").unwrap();
+    let mut state = StateDir::open(&dir).unwrap();
+    for slot in ["flash-attn", "flash-attn@lab"] {
+        assert_eq!(state.slot(slot), Some(&whole));
+    }
+    assert_eq!(state.component(ContentHash::of(&one)).unwrap(), one);
+    let missing = SlotState {
+        active: Some(kept(ContentHash::of(b"?"), "x")),
+        ..SlotState::default()
+    };
+    let missing = state.set([("flash-attn".to_owned(), missing)]).unwrap_err();
     assert!(matches!(missing, StateError::Missing { .. }), "{missing:?}");
+    assert_eq!(state.slot("flash-attn"), Some(&whole));
     assert!(
         dir.join("components")
             .join(format!("{}.wasm", hash.to_hex()))
@@ -197,7 +238,7 @@ fn what_is_active_survives_a_restart() {
 fn a_kept_component_that_changed_on_disk_is_refused() {
     let temporary = tempfile::tempdir().unwrap();
     let mut state = StateDir::open(temporary.path().join("state").as_path()).unwrap();
-    let hash = state.activate(Family::FlashAttn, b"right", "x").unwrap();
+    let hash = activate(&mut state, "flash-attn", b"right", "x").unwrap();
     let path = state
         .path()
         .join("components")
@@ -235,24 +276,37 @@ fn a_state_directory_that_cannot_be_used_says_why() {
         "",
         "{",
         "[]",
+        r#"{"active": {}}"#,
+        r#"{"version": 3, "slots": {}}"#,
         r#"{"version": 2, "active": {}}"#,
+        r#"{"version": 2, "slots": {"flash-attn": {"serves": null}}}"#,
         r#"{"version": 1, "active": {"flash-attn": {"component": "xyz", "origin": ""}}}"#,
     ] {
         fs::write(dir.join("active.json"), manifest).unwrap();
         let error = open(&dir);
-        assert!(error.contains("is not a manifest of version 1"), "{error}");
+        assert!(
+            error.contains("is not a manifest of version 1 or 2"),
+            "{error}"
+        );
         assert!(error.contains("move it away"), "{error}");
     }
+    // As versions before this one wrote it.
+    let hash = ContentHash::of(b"one").to_hex();
+    let old = format!(
+        r#"{{"version": 1, "active": {{"flash-attn": {{"component": "{hash}", "origin": "o"}}}}}}"#
+    );
+    fs::write(dir.join("active.json"), old).unwrap();
+    let state = StateDir::open(&dir).unwrap();
+    assert_eq!(state.active(Family::FlashAttn).unwrap().origin, "o");
+    drop(state);
     fs::remove_file(dir.join("active.json")).unwrap();
 
     // A write that fails, as on a full disk, is an error, and what was active stays so.
     let mut state = StateDir::open(&dir).unwrap();
-    state.activate(Family::FlashAttn, b"one", "one").unwrap();
+    activate(&mut state, "flash-attn", b"one", "one").unwrap();
     fs::remove_file(dir.join("active.json")).unwrap();
     fs::create_dir(dir.join("active.json")).unwrap();
-    let error = state
-        .activate(Family::FlashAttn, b"two", "two")
-        .unwrap_err();
+    let error = activate(&mut state, "flash-attn", b"two", "two").unwrap_err();
     assert!(error.to_string().contains("active.json"), "{error}");
     assert_eq!(state.active(Family::FlashAttn).unwrap().origin, "one");
 }

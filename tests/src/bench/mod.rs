@@ -9,6 +9,7 @@ mod decode;
 mod host_step;
 mod peer;
 mod reload;
+mod soak;
 mod verify;
 
 use std::fmt::Write as _;
@@ -57,6 +58,14 @@ impl Row {
         self.against(bar, text)
     }
 
+    /// Of what there should be none.
+    fn at_most_none(self) -> Self {
+        Self {
+            to: Some(format!("bar: 0 {}", self.unit)),
+            ..self
+        }
+    }
+
     /// Compared with another figure of the same unit.
     fn against(self, figure: f64, text: String) -> Self {
         Self {
@@ -85,7 +94,7 @@ pub struct Benchmark {
 }
 
 /// All of them, in the order in which they run.
-pub static BENCHMARKS: [Benchmark; 6] = [
+pub static BENCHMARKS: [Benchmark; 7] = [
     Benchmark {
         name: "build",
         what: "a component's `build` of decode steps, and its native twin's in turn",
@@ -115,6 +124,11 @@ pub static BENCHMARKS: [Benchmark; 6] = [
         name: "reload",
         what: "what replacing a builder costs the step thread",
         measure: reload::measure,
+    },
+    Benchmark {
+        name: "soak",
+        what: "staged reloads without end: requests, memory, and the steps meanwhile; two minutes",
+        measure: soak::measure,
     },
 ];
 

@@ -1,16 +1,19 @@
 //! What the socket of a running host controls: its groups' builders, and the record of what is active.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use timetable_attention::group::AttentionGroup;
 use timetable_engine::EngineStats;
 use timetable_provenance::{Digest, Evidence, Trust};
-use timetable_sandbox::{ContentHash, ReloadHandle, Sandbox, StateDir, StateError, VersionInfo};
+use timetable_sandbox::{
+    Companions, Component, ContentHash, KeptCandidate, KeptVersion, ReloadHandle, ReloadPlan,
+    Sandbox, SlotState, Stage, StateDir, StateError, VersionInfo,
+};
 
-use super::Control;
+use super::{Control, Submission};
 
 /// One attention group of the running engine.
 pub struct Group {
@@ -36,10 +39,12 @@ pub type StatsReader = Box<dyn Fn() -> EngineStats + Send + Sync>;
 /// The builders of a running host.
 pub struct Host {
     sandbox: Sandbox,
-    groups: Vec<Group>,
+    groups: Arc<[Group]>,
     /// What start-up found: members of the table of builders.
     startup: Value,
     stats: StatsReader,
+    /// How a version gets into service where nobody says it.
+    plan: ReloadPlan,
     /// Also serialises changes: one reload or rollback at a time.
     state: Arc<Mutex<Option<StateDir>>>,
     /// Which components may run here.
@@ -57,18 +62,19 @@ impl Host {
         stats: StatsReader,
         state: Option<StateDir>,
     ) -> Self {
+        let keeps = state.is_some();
+        let state = state.map(forget_candidates);
         let state = Arc::new(Mutex::new(state));
-        for group in &groups {
-            let (state, backend) = (Arc::clone(&state), group.backend().to_owned());
-            group
-                .handle
-                .on_return(move |info| record_return(&state, &backend, info));
+        let groups: Arc<[Group]> = groups.into();
+        if keeps {
+            record_changes(&groups, &state);
         }
         Host {
             sandbox,
             groups,
             startup,
             stats,
+            plan: ReloadPlan::default(),
             state,
             trust: Trust::default(),
             evidence: Mutex::default(),
@@ -83,6 +89,13 @@ impl Host {
         self
     }
 
+    /// How a version gets into service where nobody says it; at once without this.
+    #[must_use]
+    pub fn reloading_by(mut self, plan: ReloadPlan) -> Self {
+        self.plan = plan;
+        self
+    }
+
     /// Remembers what is known of a component for as long as it may come back.
     fn remember(&self, evidence: Evidence) {
         let statuses: Vec<_> = self
@@ -93,7 +106,12 @@ impl Host {
         let may_come_back = |content: &Digest| {
             statuses
                 .iter()
-                .flat_map(|status| [&status.active, &status.pending, &status.previous])
+                .flat_map(|status| {
+                    let candidate = status.candidate.as_ref();
+                    let candidate = candidate.map(|candidate| &candidate.version);
+                    let (active, pending) = (status.active.as_ref(), status.pending.as_ref());
+                    [active, pending, status.previous.as_ref(), candidate]
+                })
                 .flatten()
                 .any(|version| version.component.0 == content.0)
         };
@@ -112,11 +130,12 @@ impl Host {
             .map_err(|error| format!("the previous version's component {error}"))
     }
 
-    /// Waits a moment for fault bundles that are still to be written.
+    /// Waits a moment for fault bundles that are still to be written, and records what serves.
     pub fn settle(&self) {
         if !self.sandbox.settle(SETTLE) {
             tracing::warn!("the reload thread is still busy; fault bundles may be missing");
         }
+        record_quietly(&self.groups, &self.state);
     }
 
     fn groups_of(&self, backend: &str) -> Result<Vec<&Group>, String> {
@@ -134,6 +153,26 @@ impl Host {
             ));
         }
         Ok(groups)
+    }
+
+    /// The component, if it is one for `groups`.
+    fn load(&self, bytes: &[u8], groups: &[&Group], backend: &str) -> Result<Component, String> {
+        let loaded = self
+            .sandbox
+            .load(bytes)
+            .map_err(|error| error.to_string())?;
+        let families = groups.iter().map(|group| group.handle.family());
+        match families
+            .into_iter()
+            .find(|family| *family != loaded.family())
+        {
+            Some(family) => Err(format!(
+                "is a builder of `{}`, and {backend} needs one of `{}`",
+                loaded.family().interface(),
+                family.interface()
+            )),
+            None => Ok(loaded),
+        }
     }
 
     /// Applies `change` to every group of the backend, or to none.
@@ -160,94 +199,181 @@ impl Host {
     }
 }
 
-/// Makes `info` the version that serves after a restart.
-fn record(state: &mut StateDir, info: &VersionInfo) -> Result<(), StateError> {
-    if state.component(info.component).is_ok() {
-        state.activate_kept(info.family, info.component, &info.origin)
-    } else {
-        // An embedded component, or one given on the command line: nothing to keep.
-        state.deactivate(info.family)
+/// What was being tried when the host before ended is not tried again by itself.
+fn forget_candidates(mut state: StateDir) -> StateDir {
+    let tried = state.slots().filter(|(_, slot)| slot.candidate.is_some());
+    let tried: Vec<(String, SlotState)> = tried
+        .map(|(name, slot)| (name.to_owned(), slot.clone()))
+        .collect();
+    let without = tried.into_iter().map(|(name, mut slot)| {
+        if let Some(KeptCandidate { version, stage }) = slot.candidate.take() {
+            tracing::warn!(
+                slot = %name, component = %version.component, origin = %version.origin,
+                "a candidate was in {stage} when the host ended; the active version serves: reload it to try it again"
+            );
+        }
+        (name, slot)
+    });
+    let without: Vec<(String, SlotState)> = without.collect();
+    if let Err(error) = state.set(without) {
+        tracing::error!(%error, "the manifest still names a candidate");
+    }
+    state
+}
+
+/// Records by itself whatever changes by itself: a return to the last good version, a candidate in its next stage. On a thread
+/// of its own, for the threads that tell must not wait for a reload that holds `state`.
+fn record_changes(groups: &Arc<[Group]>, state: &Arc<Mutex<Option<StateDir>>>) {
+    // One that waits stands for all that changed before it is taken.
+    let (changed, changes) = crossbeam_channel::bounded::<()>(1);
+    for group in groups.iter() {
+        let changed = changed.clone();
+        group.handle.on_change(move || drop(changed.try_send(())));
+    }
+    let (groups, state) = (Arc::downgrade(groups), Arc::clone(state));
+    let recorder = std::thread::Builder::new().name("recorder".to_owned());
+    let started = recorder.spawn(move || {
+        for () in changes {
+            let Some(groups) = groups.upgrade() else {
+                return;
+            };
+            record_quietly(&groups, &state);
+        }
+    });
+    if let Err(error) = started {
+        tracing::error!(%error, "what changes by itself will be recorded with the next reload only");
     }
 }
 
-/// As `record`, for a version that was returned to after a quarantine. On the reload thread, which a reload that holds `state`
-/// may be waiting for: such a reload records what serves itself.
-fn record_return(state: &Mutex<Option<StateDir>>, backend: &str, info: &VersionInfo) {
-    let mut state = match state.try_lock() {
-        Ok(state) => state,
-        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-        Err(TryLockError::WouldBlock) => return,
-    };
+fn record_quietly(groups: &[Group], state: &Mutex<Option<StateDir>>) {
+    let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(state) = state.as_mut()
-        && let Err(error) = record(state, info)
+        && let Err(error) = record(state, groups)
     {
-        tracing::error!(%backend, %error, "the return to the last good version will not survive a restart");
+        tracing::error!(%error, "what serves now will not survive a restart");
+    }
+}
+
+/// Makes the state directory say what `groups` are doing. Writes nothing if it says so already.
+fn record(state: &mut StateDir, groups: &[Group]) -> Result<(), StateError> {
+    let mut slots: Vec<(String, SlotState)> = Vec::new();
+    for group in groups {
+        let slot = slot_of(&group.handle);
+        // Groups of one slot go together: the first speaks for all.
+        if slots.iter().all(|(known, _)| *known != slot) {
+            let now = now(state, &group.handle);
+            slots.push((slot, now));
+        }
+    }
+    state.set(slots)
+}
+
+/// The manifest's name for whom a group builds: its family, and the tenant if it is one's own.
+fn slot_of(handle: &ReloadHandle) -> String {
+    let family = handle.family().interface();
+    match handle.group().split_once('@') {
+        Some((_, tenant)) => format!("{family}@{tenant}"),
+        None => family.to_owned(),
+    }
+}
+
+fn now(state: &StateDir, handle: &ReloadHandle) -> SlotState {
+    let status = handle.status();
+    // An embedded component, or one given on the command line, is not kept: it is found again as it was found now.
+    let kept = |info: &VersionInfo| {
+        state.has(info.component).then(|| KeptVersion {
+            component: info.component,
+            origin: info.origin.clone(),
+            options: info.options.clone(),
+        })
+    };
+    let tried = status
+        .candidate
+        .as_ref()
+        .filter(|candidate| !matches!(candidate.stage, Stage::Active | Stage::Withdrawn));
+    SlotState {
+        active: status.pending.or(status.active).as_ref().and_then(kept),
+        previous: status.previous.as_ref().and_then(kept),
+        candidate: tried.and_then(|candidate| {
+            Some(KeptCandidate {
+                version: kept(&candidate.version)?,
+                stage: candidate.stage,
+            })
+        }),
     }
 }
 
 impl Control for Host {
-    fn reload(
-        &self,
-        backend: &str,
-        origin: &str,
-        component: &[u8],
-        signature: Option<&[u8]>,
-    ) -> Result<Value, String> {
+    fn reload(&self, submission: Submission<'_>) -> Result<Value, String> {
+        let Submission {
+            backend,
+            origin,
+            component,
+            signature,
+            options,
+            plan,
+        } = submission;
         let groups = self.groups_of(backend)?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let name = if component.is_some() { origin } else { backend };
         let line = |error: &dyn std::fmt::Display| {
-            format!("{origin}: {error}; the builder in service stays")
+            format!("{name}: {error}; the builder in service stays")
         };
         // Before anything else looks at the bytes.
-        let evidence = self
-            .trust
-            .admit(component, signature)
-            .map_err(|error| line(&error))?;
-        let loaded = self.sandbox.load(component).map_err(|error| line(&error))?;
-        if let Some(family) = groups
-            .iter()
-            .map(|group| group.handle.family())
-            .find(|family| *family != loaded.family())
-        {
-            return Err(line(&format!(
-                "is a builder of `{}`, and {backend} needs one of `{}`",
-                loaded.family().interface(),
-                family.interface()
-            )));
-        }
-        // Kept before it serves, so that what is active can always be read back.
-        let kept = state
-            .as_ref()
-            .map(|state| {
-                let hash = state.keep(component)?;
-                signature.map_or(Ok(()), |bytes| state.keep_signature(hash, bytes))?;
-                Ok::<_, StateError>(hash)
-            })
+        let evidence = component
+            .map(|bytes| self.trust.admit(bytes, signature))
             .transpose()
             .map_err(|error| line(&error))?;
+        let plan = plan.unwrap_or_else(|| self.plan.clone());
+        let loaded = component
+            .map(|bytes| self.load(bytes, &groups, backend))
+            .transpose()
+            .map_err(|error| line(&error))?;
+        // Kept before it serves, so that what is active can always be read back.
+        if let (Some(state), Some(bytes)) = (state.as_ref(), component) {
+            let kept = state.keep(bytes).and_then(|hash| {
+                signature.map_or(Ok(()), |bytes| state.keep_signature(hash, bytes))
+            });
+            kept.map_err(|error| line(&error))?;
+        }
+        let companions = Companions::of(groups.len());
         let info = Self::change(&groups, |handle| {
+            let origin = match component {
+                Some(_) => origin.to_owned(),
+                // The component in service came from where it came from.
+                None => handle
+                    .status()
+                    .active
+                    .map_or_else(String::new, |active| active.origin),
+            };
             handle
-                .reload_component(&loaded, origin)
+                .submit(
+                    loaded.as_ref(),
+                    &origin,
+                    options.clone(),
+                    &plan,
+                    &companions,
+                )
                 .map_err(|error| line(&error))
         })?;
-        let signed_by = evidence.signed_by().map(ToString::to_string);
-        self.remember(evidence);
-        if let (Some(state), Some(hash)) = (state.as_mut(), kept) {
-            state
-                .activate_kept(info.family, hash, origin)
-                .map_err(|error| {
-                    format!("{origin} serves, but will not after a restart: {error}")
-                })?;
-            // Its faults may have taken it out of service by now, when `record_return` could not have its say.
-            let serves = groups.iter().find_map(|group| {
-                let status = group.handle.status();
-                status.pending.or(status.active)
-            });
-            if let Some(serves) = serves.filter(|serves| serves.version != info.version) {
-                record(state, &serves).map_err(|error| error.to_string())?;
-            }
+        let signed_by = evidence.as_ref().and_then(Evidence::signed_by);
+        let signed_by = signed_by.map(ToString::to_string);
+        if let Some(evidence) = evidence {
+            self.remember(evidence);
+        }
+        if let Some(state) = state.as_mut() {
+            record(state, &self.groups).map_err(|error| {
+                format!("{name} was taken, but that will not survive a restart: {error}")
+            })?;
         }
         let mut answer = value(&info)?;
+        let candidate = groups
+            .iter()
+            .find_map(|group| group.handle.status().candidate);
+        let stage = candidate
+            .filter(|candidate| candidate.version == info && !plan.is_immediate())
+            .map_or(Stage::Checked, |candidate| candidate.stage);
+        answer["stage"] = json!(stage);
         answer["signed_by"] = json!(signed_by);
         Ok(answer)
     }
@@ -255,21 +381,29 @@ impl Control for Host {
     fn rollback(&self, backend: &str) -> Result<Value, String> {
         let groups = self.groups_of(backend)?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        for group in &groups {
-            if let Some(previous) = group.handle.status().previous {
-                self.permits(previous.component)?;
+        let withdrawn: Vec<VersionInfo> = groups
+            .iter()
+            .filter_map(|group| group.handle.withdraw())
+            .collect();
+        let answer = match withdrawn.first() {
+            Some(info) => json!({ "withdrawn": value(info)? }),
+            None => {
+                for group in &groups {
+                    if let Some(previous) = group.handle.status().previous {
+                        self.permits(previous.component)?;
+                    }
+                }
+                value(&Self::change(&groups, |handle| {
+                    handle.rollback().map_err(|error| error.to_string())
+                })?)?
             }
-        }
-        let info = Self::change(&groups, |handle| {
-            handle.rollback().map_err(|error| error.to_string())
-        })?;
+        };
         if let Some(state) = state.as_mut() {
-            let recorded = record(state, &info);
-            recorded.map_err(|error| {
+            record(state, &self.groups).map_err(|error| {
                 format!("{backend} was rolled back, but will not be after a restart: {error}")
             })?;
         }
-        value(&info)
+        Ok(answer)
     }
 
     fn builders(&self) -> Result<Value, String> {

@@ -14,7 +14,7 @@ struct Metric {
     samples: fn(&Value, &mut Vec<(String, f64)>),
 }
 
-const METRICS: [Metric; 17] = [
+const METRICS: [Metric; 25] = [
     Metric {
         name: "timetable_attention_backend_info",
         kind: "gauge",
@@ -152,6 +152,107 @@ const METRICS: [Metric; 17] = [
             }
         },
     },
+    Metric {
+        name: "timetable_builder_candidate_info",
+        kind: "gauge",
+        help: "The version that is being tried, or was tried last, and its stage.",
+        samples: |group, out| {
+            let candidate = &group["candidate"];
+            if let Some(stage) = candidate["stage"].as_str() {
+                let text = |key: &str| escape(candidate["version"][key].as_str().unwrap_or(""));
+                out.push((
+                    format!(
+                        ",version=\"{}\",name=\"{}\",stage=\"{}\"",
+                        text("version"),
+                        text("name"),
+                        escape(stage)
+                    ),
+                    1.0,
+                ));
+            }
+        },
+    },
+    Metric {
+        name: "timetable_builder_candidate_steps",
+        kind: "gauge",
+        help: "Steps of the candidate: shown to it in shadow, compared, skipped, declined, and served by it in canary.",
+        samples: |group, out| {
+            let candidate = &group["candidate"];
+            let shadow = &candidate["shadow"];
+            for (kind, count) in [
+                ("shown", &shadow["steps"]),
+                ("compared", &shadow["observed"]),
+                ("skipped", &shadow["skipped"]),
+                ("declined", &shadow["declined"]),
+                ("served", &candidate["canary"]["steps"]),
+            ] {
+                if let Some(count) = count.as_f64() {
+                    out.push((format!(",kind=\"{kind}\""), count));
+                }
+            }
+        },
+    },
+    Metric {
+        name: "timetable_builder_shadow_differences",
+        kind: "gauge",
+        help: "Shadow steps in which the candidate's metadata meant something else than what was served.",
+        samples: |group, out| {
+            if let Some(count) = group["candidate"]["shadow"]["differences"].as_f64() {
+                out.push((String::new(), count));
+            }
+        },
+    },
+    Metric {
+        name: "timetable_builder_candidate_faults",
+        kind: "gauge",
+        help: "Faults of the candidate in shadow and canary.",
+        samples: |group, out| {
+            if let Some(count) = group["candidate"]["faults"].as_f64() {
+                out.push((String::new(), count));
+            }
+        },
+    },
+    Metric {
+        name: "timetable_builder_candidate_build_seconds",
+        kind: "gauge",
+        help: "Median time of a build, of the candidate and of the version in service beside it, by stage.",
+        samples: |group, out| {
+            for stage in ["shadow", "canary"] {
+                for (of, key) in [
+                    ("candidate", "candidate_p50_ns"),
+                    ("active", "active_p50_ns"),
+                ] {
+                    if let Some(ns) = group["candidate"][stage][key].as_f64() {
+                        out.push((format!(",stage=\"{stage}\",of=\"{of}\""), ns / 1e9));
+                    }
+                }
+            }
+        },
+    },
+    Metric {
+        name: "timetable_builder_candidate_fuel",
+        kind: "gauge",
+        help: "Fuel of all shadow builds, of the candidate and of the version in service beside it.",
+        samples: |group, out| {
+            for (of, key) in [("candidate", "candidate_fuel"), ("active", "active_fuel")] {
+                if let Some(fuel) = group["candidate"]["shadow"][key].as_f64() {
+                    out.push((format!(",of=\"{of}\""), fuel));
+                }
+            }
+        },
+    },
+    Metric {
+        name: "timetable_builder_activations_total",
+        kind: "counter",
+        help: "Candidates that got into service.",
+        samples: |group, out| out.push((String::new(), number(&group["activations"]))),
+    },
+    Metric {
+        name: "timetable_builder_withdrawals_total",
+        kind: "counter",
+        help: "Candidates that were withdrawn.",
+        samples: |group, out| out.push((String::new(), number(&group["withdrawals"]))),
+    },
 ];
 
 /// All metrics of the table that `Control::builders` returns.
@@ -281,7 +382,12 @@ mod tests {
                 "plain_steps": 1, "active": { "version": "ab", "name": "flash-attn" },
                 "build_p50_ns": 1500, "build_p99_ns": null,
                 "splits": { "max": 4 }, "work_items": { "max": 9 }, "faults": { "trap": 2 }, "all_faults": { "trap": 3, "fuel": 1 }, "failed_steps": 5, "quarantines": 1,
-                "bundles": { "written": 4, "left_out": 7, "failed": 0 },
+                "bundles": { "written": 4, "left_out": 7, "failed": 0 }, "withdrawals": 2,
+                "candidate": {
+                    "version": { "version": "cd", "name": "new" }, "stage": "canary", "faults": 0,
+                    "shadow": { "steps": 9, "observed": 8, "differences": 1, "candidate_p50_ns": 2000, "candidate_fuel": 70 },
+                    "canary": { "steps": 3, "candidate_p50_ns": null },
+                },
             }],
             "cudagraph_mode": { "configured": "FULL_AND_PIECEWISE", "survived": "NONE" },
             "engine": {
@@ -300,6 +406,13 @@ mod tests {
             "timetable_builder_failed_steps_total{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\"} 5",
             "timetable_builder_fault_bundles_total{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",outcome=\"left_out\"} 7",
             "timetable_cudagraph_mode_info{configured=\"FULL_AND_PIECEWISE\",survived=\"NONE\"} 1",
+            "timetable_builder_candidate_info{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",version=\"cd\",name=\"new\",stage=\"canary\"} 1",
+            "timetable_builder_candidate_steps{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",kind=\"compared\"} 8",
+            "timetable_builder_candidate_steps{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",kind=\"served\"} 3",
+            "timetable_builder_shadow_differences{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\"} 1",
+            "timetable_builder_candidate_build_seconds{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",stage=\"shadow\",of=\"candidate\"} 0.000002",
+            "timetable_builder_candidate_fuel{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\",of=\"candidate\"} 70",
+            "timetable_builder_withdrawals_total{backend=\"FLASH_ATTN\",group=\"full \\\"0\\\"\"} 2",
             "timetable_steps_total 13",
             "timetable_step_seconds_total{part=\"build\"} 0.0015",
             "timetable_device_seconds_total{part=\"kernel\"} 0.002",

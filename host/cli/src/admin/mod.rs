@@ -1,8 +1,9 @@
 //! The admin socket: how `reload`, `rollback` and `builders` reach a running host.
 //!
 //! A unix stream socket, mode 0600, in a directory of the user's own. One request a connection: a line of JSON, followed by
-//! as many bytes as it announces; the answer is a line of JSON. `GET /metrics` is answered too, as HTTP, for scrapers. The server runs on a thread of its own and never touches
-//! the step loop: it hands work to the reload handles, which publish for the next step boundary.
+//! as many bytes as it announces; the answer is a line of JSON. `GET /metrics` is answered too, as HTTP, for scrapers. The
+//! server runs on a thread of its own and never touches the step loop: it hands work to the reload handles, which publish for
+//! the next step boundary.
 
 mod client;
 mod host;
@@ -13,9 +14,10 @@ mod server;
 pub use client::call;
 pub use host::{Group, Host, engine};
 pub use path::{default_path, prepare};
-pub use server::{Control, Server};
+pub use server::{Control, Server, Submission};
 
 use serde::{Deserialize, Serialize};
+use timetable_sandbox::ReloadPlan;
 
 /// The largest component that a reload may bring, in bytes: what the sandbox looks at.
 pub fn component_bytes_max() -> u64 {
@@ -29,19 +31,25 @@ const LINE_BYTES_MAX: u64 = 4 << 20;
 #[derive(Debug, Serialize, Deserialize, PartialEq)]
 #[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Request {
-    /// Replace the builder of a backend by the component that follows the line.
+    /// Replace the builder of a backend by the component that follows the line, or give the one in service other options.
     Reload {
         /// FLASH_ATTN, FLASHINFER, …
         backend: String,
         /// Where the component came from, for people.
         origin: String,
-        /// Bytes that follow.
+        /// Bytes that follow. 0: the component in service.
         component_bytes: u64,
         /// Bytes of its detached signature, which follow the component's; 0: it is not signed.
         #[serde(default)]
         signature_bytes: u64,
+        /// The builder's own options. None: those of the version before.
+        #[serde(default)]
+        options: Option<Vec<(String, String)>>,
+        /// The stages that it goes through. None: the host's own.
+        #[serde(default)]
+        plan: Option<ReloadPlan>,
     },
-    /// Return to the previous version.
+    /// Withdraw the candidate that is being tried, or return to the previous version.
     Rollback {
         /// FLASH_ATTN, FLASHINFER, …
         backend: String,

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use timetable_provenance::SIGNATURE_BYTES_MAX;
+use timetable_sandbox::ReloadPlan;
 
 use super::{LINE_BYTES_MAX, Request, Response, component_bytes_max, metrics, prepare};
 use crate::exit::{Exit, Failure};
@@ -17,31 +18,36 @@ use crate::exit::{Exit, Failure};
 /// How long a client may take to send its request. A slow client delays other clients, never a step.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// A version that somebody wants in service.
+pub struct Submission<'a> {
+    /// FLASH_ATTN, FLASHINFER, …
+    pub backend: &'a str,
+    /// Where the component came from, for people.
+    pub origin: &'a str,
+    /// Its bytes. None: the component in service.
+    pub component: Option<&'a [u8]>,
+    /// Its detached signature, if it has one.
+    pub signature: Option<&'a [u8]>,
+    /// The builder's own options. None: those of the version before.
+    pub options: Option<Vec<(String, String)>>,
+    /// The stages that it goes through. None: the host's own.
+    pub plan: Option<ReloadPlan>,
+}
+
 /// What the socket controls. Each answer is data for `--json` and for the tables; each error is one line.
 pub trait Control: Send + 'static {
-    /// Replaces the builder of `backend`. Returns when the new one is published for the next step boundary.
-    fn reload(
-        &self,
-        backend: &str,
-        origin: &str,
-        component: &[u8],
-        signature: Option<&[u8]>,
-    ) -> Result<serde_json::Value, String>;
-    /// Returns to the previous version.
+    /// Replaces the builder of a backend. Returns when the new one is checked: published for the next step boundary, or in its
+    /// first stage.
+    fn reload(&self, submission: Submission<'_>) -> Result<serde_json::Value, String>;
+    /// Withdraws a candidate, or returns to the previous version.
     fn rollback(&self, backend: &str) -> Result<serde_json::Value, String>;
     /// The table of builders.
     fn builders(&self) -> Result<serde_json::Value, String>;
 }
 
 impl<C: Control + Sync> Control for Arc<C> {
-    fn reload(
-        &self,
-        backend: &str,
-        origin: &str,
-        component: &[u8],
-        signature: Option<&[u8]>,
-    ) -> Result<serde_json::Value, String> {
-        (**self).reload(backend, origin, component, signature)
+    fn reload(&self, submission: Submission<'_>) -> Result<serde_json::Value, String> {
+        (**self).reload(submission)
     }
     fn rollback(&self, backend: &str) -> Result<serde_json::Value, String> {
         (**self).rollback(backend)
@@ -196,6 +202,8 @@ fn handle(
             origin,
             component_bytes,
             signature_bytes,
+            options,
+            plan,
         } => {
             let max = component_bytes_max();
             if component_bytes > max {
@@ -221,8 +229,14 @@ fn handle(
                 ));
             }
             let signature = component.split_off(component.len() - signature_bytes as usize);
-            let signature = (!signature.is_empty()).then_some(signature);
-            control.reload(&backend, &origin, &component, signature.as_deref())
+            control.reload(Submission {
+                backend: &backend,
+                origin: &origin,
+                component: Some(component.as_slice()).filter(|bytes| !bytes.is_empty()),
+                signature: Some(signature.as_slice()).filter(|bytes| !bytes.is_empty()),
+                options,
+                plan,
+            })
         }
         Request::Rollback { backend } => control.rollback(&backend),
         Request::Builders => control.builders(),
@@ -237,16 +251,17 @@ mod tests {
 
     struct Echo;
     impl Control for Echo {
-        fn reload(
-            &self,
-            backend: &str,
-            origin: &str,
-            component: &[u8],
-            signature: Option<&[u8]>,
-        ) -> Result<serde_json::Value, String> {
-            let signature = signature.map(<[u8]>::to_vec);
+        fn reload(&self, submission: Submission<'_>) -> Result<serde_json::Value, String> {
+            let Submission {
+                backend,
+                origin,
+                component,
+                signature,
+                ..
+            } = submission;
+            let bytes = component.map_or(0, <[u8]>::len);
             Ok(
-                json!({ "backend": backend, "origin": origin, "bytes": component.len(), "signature": signature }),
+                json!({ "backend": backend, "origin": origin, "bytes": bytes, "signature": signature }),
             )
         }
         fn rollback(&self, backend: &str) -> Result<serde_json::Value, String> {
@@ -273,6 +288,8 @@ mod tests {
                 origin: "x.wasm".to_owned(),
                 component_bytes: 300_000,
                 signature_bytes,
+                options: None,
+                plan: None,
             };
             let answer = call(
                 &path,

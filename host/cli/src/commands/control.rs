@@ -1,34 +1,15 @@
-//! `reload`, `rollback`, `builders`: asks the running host.
+//! `rollback`, `builders`: asks the running host.
 
 use std::path::PathBuf;
 
 use serde_json::Value;
 
+use super::reload::progress;
 use super::table::table;
 use super::{print, print_json};
 use crate::admin::{self, Request};
-use crate::cli::{AdminArgs, Builders, Reload, Rollback};
+use crate::cli::{AdminArgs, Builders, Rollback};
 use crate::exit::Failure;
-use crate::provenance;
-
-/// Sends a component to the running host.
-pub fn reload(arguments: &Reload) -> Result<(), Failure> {
-    let fetched = provenance::fetch(
-        &arguments.source,
-        arguments.signature.as_deref(),
-        admin::component_bytes_max(),
-    )?;
-    let signature = fetched.signature.unwrap_or_default();
-    let request = Request::Reload {
-        backend: arguments.backend.clone(),
-        origin: arguments.source.to_string(),
-        component_bytes: fetched.component.len() as u64,
-        signature_bytes: signature.len() as u64,
-    };
-    let payload = [fetched.component, signature].concat();
-    let answer = admin::call(&socket(&arguments.admin), &request, &payload)?;
-    changed(&arguments.backend, &arguments.admin, &answer)
-}
 
 /// Returns to the version before.
 pub fn rollback(arguments: &Rollback) -> Result<(), Failure> {
@@ -36,7 +17,28 @@ pub fn rollback(arguments: &Rollback) -> Result<(), Failure> {
         backend: arguments.backend.clone(),
     };
     let answer = admin::call(&socket(&arguments.admin), &request, &[])?;
-    changed(&arguments.backend, &arguments.admin, &answer)
+    if arguments.admin.json {
+        return print_json(&answer);
+    }
+    print(rolled_back(&arguments.backend, &answer).as_bytes())
+}
+
+fn rolled_back(backend: &str, answer: &Value) -> String {
+    let text = |info: &Value, key: &str| info[key].as_str().unwrap_or("?").to_owned();
+    let withdrawn = &answer["withdrawn"];
+    if withdrawn.is_object() {
+        return format!(
+            "{backend}: the candidate {} ({}) is withdrawn; what serves goes on\n",
+            short(&text(withdrawn, "version")),
+            text(withdrawn, "name")
+        );
+    }
+    format!(
+        "{backend}: {} ({}) takes over at the next step, from {}\n",
+        short(&text(answer, "version")),
+        text(answer, "name"),
+        text(answer, "origin")
+    )
 }
 
 /// Shows the table of builders.
@@ -48,27 +50,12 @@ pub fn builders(arguments: &Builders) -> Result<(), Failure> {
     print(render(&answer).as_bytes())
 }
 
-fn socket(arguments: &AdminArgs) -> PathBuf {
+/// Where the host is asked.
+pub(super) fn socket(arguments: &AdminArgs) -> PathBuf {
     arguments.admin.clone().unwrap_or_else(admin::default_path)
 }
 
-fn changed(backend: &str, arguments: &AdminArgs, answer: &Value) -> Result<(), Failure> {
-    if arguments.json {
-        return print_json(answer);
-    }
-    let text = |key: &str| answer[key].as_str().unwrap_or("?").to_owned();
-    print(
-        format!(
-            "{backend}: {} ({}) takes over at the next step, from {}\n",
-            short(&text("version")),
-            text("name"),
-            text("origin")
-        )
-        .as_bytes(),
-    )
-}
-
-/// The table for people, and below it the last faults and the CUDA graph mode.
+/// The table for people, and below it candidates, the last faults and the CUDA graph mode.
 fn render(answer: &Value) -> String {
     let empty = Vec::new();
     let builders = answer["builders"].as_array().unwrap_or(&empty);
@@ -94,6 +81,10 @@ fn render(answer: &Value) -> String {
         &rows,
     );
     for builder in builders {
+        if builder["candidate"].is_object() {
+            text.push_str(&progress(builder));
+            text.push('\n');
+        }
         for fault in builder["fault_records"].as_array().unwrap_or(&empty) {
             text.push_str(&format!(
                 "{}: {} × {} in {}: {}\n",
@@ -172,7 +163,7 @@ fn row(builder: &Value) -> Vec<String> {
 }
 
 /// The first digits of a hash: enough to tell versions apart.
-fn short(hash: &str) -> String {
+pub(super) fn short(hash: &str) -> String {
     hash.chars().take(12).collect()
 }
 

@@ -9,6 +9,7 @@ pub mod control;
 pub mod explain_graphs;
 pub mod generate;
 mod progress;
+pub mod reload;
 pub mod replay_bundle;
 pub mod selftest;
 mod table;

@@ -14,7 +14,8 @@ use timetable_engine::{
 };
 use timetable_provenance::{Fetched, Source};
 use timetable_sandbox::{
-    BundleLimits, CodeCache, Component, FaultDir, FaultPolicy, Limits, OnFault, Sandbox, StateDir,
+    BundleLimits, CodeCache, Component, FaultDir, FaultPolicy, Limits, OnFault, ReloadPlan,
+    Sandbox, StateDir,
 };
 
 use crate::admin::{Group, Host, component_bytes_max};
@@ -47,7 +48,7 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
     let requested = BackendRegistry::new()
         .parse(&arguments.attention.attention_backend)
         .map_err(Failure::of(Exit::Usage))?;
-    let config = config(arguments, requested)?;
+    let mut config = config(arguments, requested)?;
     let sandbox = match &arguments.host.cache_dir {
         Some(path) => {
             let cache = CodeCache::open(path).map_err(|error| bad(&error))?;
@@ -69,14 +70,14 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         .map_err(|error| bad(&error))?;
     let trust = provenance::trust(&provenance::policy(&arguments.host.trust))?;
     let open = |backend: &str| {
-        let (origin, fetched) = component(arguments, backend, state.as_ref())?;
+        let (origin, fetched, options) = component(arguments, backend, state.as_ref())?;
         let evidence = trust
             .admit(&fetched.component, fetched.signature.as_deref())
             .map_err(|error| bad(&format!("component {origin}: {error}")))?;
         let component = sandbox
             .load(&fetched.component)
             .map_err(|error| bad(&format!("component {origin}: {error}")))?;
-        Ok((origin, component, evidence))
+        Ok((origin, component, evidence, options))
     };
     // With a backend that was named, its component can be refused before a model is loaded.
     let opened = config.attention_backend.as_deref().map(open).transpose()?;
@@ -93,7 +94,10 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
     let facts = executor.facts(&config).map_err(|error| refused(&error))?;
     let plan = AttentionPlan::for_device(&config, executor.model_config(), facts)
         .map_err(|error| refused(&error))?;
-    let (origin, component, evidence) = opened.map_or_else(|| open(plan.backend()), Ok)?;
+    let (origin, component, evidence, options) = opened.map_or_else(|| open(plan.backend()), Ok)?;
+    if config.builder_options.is_empty() {
+        config.builder_options = options;
+    }
     check_family(&component, &plan)?;
     progress.next("profiling and sizing the KV cache");
     let source = BuilderSource::Component { component, origin };
@@ -141,7 +145,9 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
     Ok(Running {
         engine,
         tokenizer,
-        host: Host::new(sandbox, groups, startup, stats, state).trusting(trust, evidence),
+        host: Host::new(sandbox, groups, startup, stats, state)
+            .trusting(trust, evidence)
+            .reloading_by(ReloadPlan::default()),
     })
 }
 
@@ -181,12 +187,15 @@ fn refused(error: &EngineError) -> Failure {
     Failure::new(exit, error)
 }
 
+/// Where a component came from, its bytes, and the options that it had.
+type Found = (String, Vec<u8>, Vec<(String, String)>);
+
 /// The component that serves: given on the command line, else what was active before, else the embedded one.
 fn component(
     arguments: &Generate,
     backend: &str,
     state: Option<&StateDir>,
-) -> Result<(String, Fetched), Failure> {
+) -> Result<Found, Failure> {
     for (name, _) in &arguments.attention.builder {
         if !name.eq_ignore_ascii_case(backend) {
             return Err(Failure::new(
@@ -201,7 +210,7 @@ fn component(
         let source: Source = path.parse().map_err(Failure::of(Exit::Usage))?;
         let signature = arguments.attention.builder_signature.as_deref();
         let fetched = provenance::fetch(&source, signature, component_bytes_max())?;
-        return Ok((path.clone(), fetched));
+        return Ok((path.clone(), fetched, Vec::new()));
     }
     let embedded = embedded(backend)?;
     if let Some(state) = state
@@ -215,13 +224,13 @@ fn component(
             })
         });
         let kept = kept.map_err(Failure::of(Exit::BadInput))?;
-        return Ok((active.origin.clone(), kept));
+        return Ok((active.origin.clone(), kept, active.options.clone()));
     }
     let built_in = Fetched {
         component: embedded.bytes.to_vec(),
         signature: None,
     };
-    Ok((format!("embedded {}", embedded.name), built_in))
+    Ok((format!("embedded {}", embedded.name), built_in, Vec::new()))
 }
 
 /// Does the component make what the backend reads?
