@@ -275,9 +275,10 @@ fn latency() -> Vec<Row> {
                 let before = Instant::now();
                 let step = engine.step();
                 let elapsed = before.elapsed().as_nanos() as f64;
+                let decodes = step.num_reqs == 8 && step.num_tokens == 8;
                 drop(engine.take_updates());
                 // Whole batches of decodes only: prefills take as long as they are. The first window warms up.
-                if window > 0 && step.num_reqs == 8 && step.num_tokens == 8 {
+                if window > 0 && decodes {
                     samples[storm].push(elapsed);
                 }
             }

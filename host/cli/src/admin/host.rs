@@ -228,7 +228,10 @@ fn record_changes(groups: &Arc<[Group]>, state: &Arc<Mutex<Option<StateDir>>>) {
     let (changed, changes) = crossbeam_channel::bounded::<()>(1);
     for group in groups.iter() {
         let changed = changed.clone();
-        group.handle.on_change(move || drop(changed.try_send(())));
+        group.handle.on_change(move || {
+            // Full: what is waiting stands for this too.
+            let _ = changed.try_send(());
+        });
     }
     let (groups, state) = (Arc::downgrade(groups), Arc::clone(state));
     let recorder = std::thread::Builder::new().name("recorder".to_owned());

@@ -188,7 +188,7 @@ fn refused(error: &EngineError) -> Failure {
 }
 
 /// Where a component came from, its bytes, and the options that it had.
-type Found = (String, Vec<u8>, Vec<(String, String)>);
+type Found = (String, Fetched, Vec<(String, String)>);
 
 /// The component that serves: given on the command line, else what was active before, else the embedded one.
 fn component(
