@@ -98,6 +98,23 @@ Examples:
   timetable bench --device cuda --only gap --model SmolLM2-135M-Instruct.Q4_1.gguf")]
     Bench(Bench),
 
+    /// Try a builder on recorded steps, or on a public request trace; needs no model and no GPU
+    #[command(after_help = "\
+A recording is what `generate --record DIR` wrote. Without --builder the recorded builders run again and must build what they
+built, bit for bit. With it, what the new one builds is verified and compared with what served, in meaning and in cost. Ends with
+0 if nothing differs but the division of the work, with 3 if the verifier refused something, and with 1 if something else differs.
+
+A trace (Azure's CSV, Mooncake's JSON lines) drives the scheduler, the KV blocks and the builders; the device is simulated: a step
+of t tokens whose rows have k keys takes 6 ms + 20 µs × t + 45 ns × k, as an 8-billion-parameter model on an H100 might.
+
+Examples:
+  timetable generate --model m.gguf --prompt Hi --record ./yesterday
+  timetable replay ./yesterday
+  timetable replay ./yesterday --builder new.wasm --json | jq .candidate
+  timetable replay --trace AzureLLMInferenceTrace_conv.csv --backend FLASHINFER --max-requests 1000
+  timetable replay --trace conversation_trace.jsonl --builder new.wasm --speed 2 --record ./from-the-trace")]
+    Replay(crate::commands::replay::Replay),
+
     /// Make a builder's fault happen again from the bundle that a host wrote into its fault directory; needs no model and no GPU
     #[command(after_help = "\
 Ends with 0 if the fault happened again, or is of a kind that does not replay (watchdog, stack depth, build budget) and says so,
@@ -322,6 +339,14 @@ pub struct HostArgs {
     /// Keep builders' faults as bundles in this directory, mode 0700; at most 64 files and 256 MiB, the oldest go
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub fault_dir: Option<PathBuf>,
+
+    /// Keep every step's inputs and outputs in this directory, mode 0700, for `timetable replay`
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub record: Option<PathBuf>,
+
+    /// MiB that a recording may have; the oldest steps go
+    #[arg(long, value_name = "MIB", default_value_t = 1024, requires = "record")]
+    pub record_max_mib: u64,
 
     /// What becomes of a step in which the builder faults
     #[arg(long, value_enum, default_value_t = OnFaultArg::Fallback)]

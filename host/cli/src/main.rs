@@ -35,6 +35,7 @@ fn main() -> ExitCode {
         Command::ExplainGraphs(arguments) => commands::explain_graphs::run(&arguments),
         Command::Selftest(arguments) => commands::selftest::run(&arguments),
         Command::Bench(arguments) => commands::bench::run(&arguments),
+        Command::Replay(arguments) => commands::replay::run(&arguments),
         Command::ReplayBundle(arguments) => commands::replay_bundle::run(&arguments),
         Command::Components(arguments) => commands::components::run(&arguments),
         Command::Completions(arguments) => commands::completions(arguments.shell),

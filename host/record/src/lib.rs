@@ -24,6 +24,6 @@ pub use recorder::{
     Behind, RecordError, Recorder, RecorderFigures, RecorderHandle, RecorderOptions, record,
 };
 pub use replay::{
-    BuilderCost, Candidate, Difference, MetadataDigest, ReplayError, ReplayOptions, ReplayReport,
-    Verdict, replay,
+    BuilderCost, BuilderReport, Candidate, Difference, MetadataDigest, ReplayError, ReplayOptions,
+    ReplayReport, Verdict, replay,
 };

@@ -13,7 +13,8 @@ use std::{
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 use timetable_attention::{
-    BuildFault, FaultKind, MetadataBuilder, Verifier, VerifyContext, plain_builder, verify_step,
+    BuildFault, FaultKind, MetadataBuilder, Verifier, VerifyContext, meaning, plain_builder,
+    verify_step,
 };
 use timetable_sandbox::{
     BuiltBy, Component, ContentHash, LatencyHistogram, LoadError, Sandbox, SandboxError, SeenFault,
@@ -660,22 +661,5 @@ fn compare(
             "the same keys and numbers, divided otherwise".to_owned()
         }),
         Err(difference) => tally.judge(step, Verdict::Different, || difference.to_string()),
-    }
-}
-
-/// What metadata mean.
-mod meaning {
-    use super::{Metadata, VerifyContext};
-
-    /// Only equal records are known to mean the same.
-    pub(super) fn compare(
-        served: &Metadata,
-        other: &Metadata,
-        _context: &VerifyContext<'_>,
-    ) -> Result<(), &'static str> {
-        match served == other {
-            true => Ok(()),
-            false => Err("another record"),
-        }
     }
 }

@@ -12,6 +12,7 @@ use timetable_engine::chat::{ChatMessage, ChatTemplate};
 use timetable_engine::sampling::SamplingParams;
 use timetable_engine::tokenizer::Tokenizer;
 use timetable_engine::{EngineHandle, EngineStats, FinishReason, GenerationRequest};
+use timetable_record::RecorderHandle;
 
 use self::stream::Answer;
 use super::print_json;
@@ -27,6 +28,7 @@ pub fn run(arguments: &Generate) -> Result<(), Failure> {
         engine,
         tokenizer,
         host,
+        recording,
     } = setup::start(arguments)?;
     let host = Arc::new(host);
     let _server = match &socket {
@@ -43,12 +45,16 @@ pub fn run(arguments: &Generate) -> Result<(), Failure> {
     let fatal = engine.fatal_error();
     engine.shutdown();
     host.settle();
+    let recorded = recording.map(RecorderHandle::finish);
 
     if arguments.json {
-        print_json(&report(
-            arguments, &prompts, &answers, elapsed, &stats, &builders,
-        ))?;
+        let mut report = report(arguments, &prompts, &answers, elapsed, &stats, &builders);
+        report["recording"] = json!(recorded);
+        print_json(&report)?;
     } else {
+        if let Some(recorded) = recorded {
+            eprintln!("{}", super::replay::recorded(&recorded));
+        }
         eprintln!("{}", summary(&prompts, &answers, elapsed, &stats));
     }
     match (

@@ -10,6 +10,7 @@ pub mod explain_graphs;
 pub mod generate;
 mod progress;
 pub mod reload;
+pub mod replay;
 pub mod replay_bundle;
 pub mod selftest;
 mod table;

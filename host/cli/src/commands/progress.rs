@@ -29,6 +29,11 @@ impl Progress {
         self.0.reset_elapsed();
     }
 
+    /// Says how far it is.
+    pub fn note(&self, what: String) {
+        self.0.set_message(what);
+    }
+
     /// Takes the spinner away.
     pub fn finish(self) {
         self.0.finish_and_clear();

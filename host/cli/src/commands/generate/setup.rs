@@ -13,6 +13,7 @@ use timetable_engine::{
     EngineError, EngineHandle, Executor, KvCacheDtype, ModelDtype,
 };
 use timetable_provenance::{Fetched, Source};
+use timetable_record::{RecorderHandle, RecorderOptions};
 use timetable_sandbox::{
     BundleLimits, CodeCache, Component, FaultDir, FaultPolicy, Limits, OnFault, ReloadPlan,
     Sandbox, StateDir,
@@ -35,6 +36,7 @@ pub struct Running {
     pub engine: EngineHandle,
     pub tokenizer: Arc<Tokenizer>,
     pub host: Host,
+    pub recording: Option<RecorderHandle>,
 }
 
 pub fn start(arguments: &Generate) -> Result<Running, Failure> {
@@ -61,6 +63,18 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         let dir = FaultDir::open(path, BundleLimits::default()).map_err(|error| bad(&error))?;
         sandbox.keep_faults_in(dir);
     }
+    let (recorder, recording) = match &arguments.host.record {
+        Some(path) => {
+            let options = RecorderOptions {
+                max_bytes: arguments.host.record_max_mib << 20,
+                ..RecorderOptions::default()
+            };
+            timetable_record::record(path, sandbox.limits(), options)
+                .map(|(recorder, handle)| (Some(recorder), Some(handle)))
+                .map_err(|error| bad(&error))?
+        }
+        None => (None, None),
+    };
     let state = arguments
         .host
         .state_dir
@@ -101,7 +115,7 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
     check_family(&component, &plan)?;
     progress.next("profiling and sizing the KV cache");
     let source = BuilderSource::Component { component, origin };
-    let engine = Engine::with_executor(
+    let mut engine = Engine::with_executor(
         &config,
         plan,
         executor,
@@ -110,6 +124,9 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         &source,
     )
     .map_err(|error| refused(&error))?;
+    if let Some(recorder) = recorder {
+        engine.set_step_observer(Some(Box::new(recorder)));
+    }
     progress.finish();
 
     let policy = FaultPolicy {
@@ -148,6 +165,7 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         host: Host::new(sandbox, groups, startup, stats, state)
             .trusting(trust, evidence)
             .reloading_by(ReloadPlan::default()),
+        recording,
     })
 }
 
