@@ -81,6 +81,8 @@ pub(crate) struct Header {
     pub(crate) unix_time: u64,
     /// Names the recorder that wrote it: several may have written into one directory, one after the other.
     pub(crate) run: u64,
+    /// How many segments of that recorder come before this one, kept or not.
+    pub(crate) segment: u64,
     pub(crate) limits: Limits,
 }
 
@@ -381,5 +383,100 @@ pub(crate) fn metadata_of(bytes: &[u8]) -> Result<Metadata, postcard::Error> {
     match postcard::take_from_bytes::<Reading>(bytes)? {
         (Reading(metadata), []) => Ok(metadata),
         _ => Err(postcard::Error::DeserializeBadEncoding),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use timetable_types::{Causal, Input, Tensor, TensorSlice};
+
+    fn step(len: i32) -> (CommonAttentionMetadata, StepRecord, Metadata) {
+        let common = CommonAttentionMetadata {
+            num_reqs: 2,
+            num_actual_tokens: 2,
+            max_query_len: 1,
+            max_seq_len: len as u32,
+            causal: Causal::All(true),
+            block_table_width: 4,
+            slot_mapping_len: 2,
+            query_start_loc_cpu: vec![0, 1, 2],
+            seq_lens_cpu_upper_bound: vec![len, 20],
+            is_prefilling: vec![0, 1],
+            dcp: None,
+            encoder: None,
+            fast_prefill: None,
+            req_idx: vec![3, 1],
+            mm_req_doc_ranges: Vec::new(),
+            replayssm_decode_base_cpu: Vec::new(),
+            extras: Vec::new(),
+        };
+        let tensors = StepRecord {
+            query_start_loc: vec![0, 1, 2],
+            seq_lens: vec![len, 20],
+            block_table_width: 4,
+            columns: vec![1, 2],
+            blocks: vec![7, 8, 9],
+            slot_mapping: vec![112 + i64::from(len), 147],
+            positions: vec![i64::from(len) - 1, 19],
+            num_blocks: 64,
+            ..StepRecord::default()
+        };
+        let metadata = Metadata::FlashAttn(flash_attn::Metadata {
+            num_actual_tokens: 2,
+            max_query_len: 1,
+            query_start_loc: Tensor::Input(Input::QueryStartLoc),
+            max_seq_len: len as u32,
+            seq_lens: Tensor::Slice(TensorSlice {
+                source: Input::SeqLens,
+                start: 0,
+                end: 2,
+            }),
+            block_table: Tensor::Input(Input::BlockTable),
+            slot_mapping: Tensor::Input(Input::SlotMapping),
+            causal: Causal::All(true),
+            max_dcp_context_kv_len: 0,
+            dcp_context_kv_lens: None,
+            num_decode_reqs: 2,
+            num_prefill_reqs: 0,
+            num_decode_tokens: 2,
+            num_prefill_tokens: 0,
+            max_num_splits: 0,
+            scheduler_metadata: None,
+            mm_prefix_query_range: None,
+            rswa_prefix_lens: None,
+            rswa_window: 0,
+            schedule: flash_attn::Schedule {
+                max_num_splits: 2,
+                num_splits: vec![1, 2],
+                tile_order: flash_attn::TileOrder::Rows(vec![1, 0]),
+            },
+        });
+        (common, tensors, metadata)
+    }
+
+    #[test]
+    fn the_form_on_disk_is_that_of_format_1() {
+        let mut before = Before::default();
+        let mut bytes = Vec::new();
+        for (number, len) in [(0, 5), (1, 6)] {
+            let (mut common, mut tensors, metadata) = step(len);
+            let facts = Facts {
+                number,
+                at: Duration::from_micros(number),
+                slot: 0,
+                version: Some(0),
+                built_by: BuiltBy::Component,
+                fault: None,
+                build_time: Duration::from_nanos(1234),
+                fuel: 5678,
+            };
+            let entry =
+                StepEntry::pack(facts, &mut common, &mut tensors, &metadata, &mut before).unwrap();
+            bytes.extend(postcard::to_stdvec(&Entry::Step(entry)).unwrap());
+        }
+        // Another form is another format: raise `FORMAT`, so that old recordings are refused with the remedy.
+        let hash = ContentHash::of(&bytes).to_hex();
+        assert_eq!((crate::FORMAT, bytes.len(), hash.as_str()), (1, 0, ""));
     }
 }

@@ -154,8 +154,9 @@ pub struct Steps {
     segments: Vec<PathBuf>,
     now: Option<Segment>,
     header: Option<(WrittenBy, Limits)>,
-    /// The run that is read, and the number that its next step has if none is missing.
-    run: Option<(u64, u64)>,
+    /// The run that is read, and the number that its next step has if none is missing; none before the first, where segments
+    /// before it are gone.
+    run: Option<(u64, Option<u64>)>,
     run_ended: bool,
     missing: Missing,
     /// Those of all segments: a slot that is equal in two is one.
@@ -280,18 +281,13 @@ impl Steps {
             Entry::Header(header) => {
                 if self.run.is_none_or(|(run, _)| run != header.run) {
                     self.leave_run();
-                    self.run = Some((header.run, u64::MAX));
+                    self.run = Some((header.run, (header.segment == 0).then_some(0)));
                     self.run_ended = false;
                 }
                 self.header = Some((header.written_by, header.limits));
             }
             Entry::End { steps } => {
-                if let Some((_, next)) = &mut self.run {
-                    let next = std::mem::replace(next, steps);
-                    // Without a step there is none to count from.
-                    let next = if next == u64::MAX { 0 } else { next };
-                    self.missing.left_out += steps.saturating_sub(next);
-                }
+                self.count(steps);
                 self.run_ended = true;
             }
             Entry::Slot(slot) => {
@@ -334,16 +330,16 @@ impl Steps {
         Ok(None)
     }
 
-    /// A step was read: were there others before it?
+    /// What has this number was read: were there steps before it?
     fn count(&mut self, number: u64) {
         let Some((_, next)) = &mut self.run else {
             return;
         };
         match *next {
-            u64::MAX => self.missing.removed += number,
-            next => self.missing.left_out += number.saturating_sub(next),
+            None => self.missing.removed += number,
+            Some(next) => self.missing.left_out += number.saturating_sub(next),
         }
-        *next = number.saturating_add(1);
+        *next = Some(number.saturating_add(1));
     }
 
     /// What comes is another run's, or nothing comes.

@@ -37,6 +37,8 @@ pub struct Candidate {
     pub bytes: Vec<u8>,
     /// Where it came from, for people.
     pub origin: String,
+    /// Options of its own instead of the recorded builder's. The rest of the configuration is the recorded one.
+    pub options: Option<Vec<(String, String)>>,
 }
 
 /// What is replayed.
@@ -253,7 +255,11 @@ pub fn replay(
     let mut replaying = Replaying {
         sandbox,
         candidate_family: candidate.as_ref().map(Component::family),
-        candidate: candidate.map(|component| Trial::new(component, options.max_differences)),
+        candidate: candidate.map(|component| Trial {
+            component,
+            options: options.candidate.and_then(|given| given.options.clone()),
+            tally: Tally::new(options.max_differences, false),
+        }),
         recorded: Tally::new(options.max_differences, true),
         components: BTreeMap::new(),
         versions: BTreeMap::new(),
@@ -331,16 +337,8 @@ struct OfSlot {
 /// The candidate, over all slots.
 struct Trial {
     component: Component,
+    options: Option<Vec<(String, String)>>,
     tally: Tally,
-}
-
-impl Trial {
-    fn new(component: Component, max_differences: usize) -> Trial {
-        Trial {
-            component,
-            tally: Tally::new(max_differences, false),
-        }
-    }
 }
 
 /// A component with its instance, made again after a fault.
@@ -529,13 +527,19 @@ impl Replaying {
             return Ok(place);
         }
         let plain = plain_builder(slot.family, &slot.config).map_err(|error| error.message)?;
-        let candidate = self.candidate.as_ref();
+        let candidate = self.candidate.as_ref().map(|trial| {
+            let mut config = slot.config.clone();
+            if let Some(options) = &trial.options {
+                config.options.clone_from(options);
+            }
+            Instance::new(&trial.component, &config)
+        });
         self.slots.push((
             Arc::clone(slot),
             OfSlot {
                 plain,
                 verifier: Verifier::new(),
-                candidate: candidate.map(|trial| Instance::new(&trial.component, &slot.config)),
+                candidate,
             },
         ));
         Ok(self.slots.len() - 1)

@@ -155,6 +155,8 @@ pub(crate) struct Writer {
     known: Known,
     limits: Limits,
     run: u64,
+    /// Segments begun so far.
+    begun: u64,
     shared: Arc<Shared>,
     stopped: bool,
     scratch: Vec<u8>,
@@ -174,6 +176,7 @@ impl Writer {
             known: Known::default(),
             limits,
             run: since.map_or(0, |since| since.as_nanos() as u64),
+            begun: 0,
             shared,
             stopped: false,
             scratch: Vec::new(),
@@ -188,10 +191,12 @@ impl Writer {
         self.frames = FrameWriter::new()?;
         self.known = Known::default();
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        self.begun += 1;
         self.push(&Entry::Header(Header {
             written_by: WrittenBy::here(),
             unix_time: since.map_or(0, |since| since.as_secs()),
             run: self.run,
+            segment: self.begun - 1,
             limits: self.limits.clone(),
         }))
     }

@@ -41,6 +41,8 @@ pub(super) fn read(
 
 fn request(text: &str) -> Result<TraceRequest, String> {
     let line: Line = serde_json::from_str(text).map_err(|error| {
+        // Its own line is always the first.
+        let error = error.to_string().replace(" at line 1 column", " at column");
         format!(
             "{error}; a line is an object with timestamp, input_length, output_length, hash_ids: fix or remove it"
         )

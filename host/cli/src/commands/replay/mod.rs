@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum, ValueHint};
 use timetable_record::{Candidate, RecorderFigures};
-use timetable_reference::components;
 
 use super::read_component;
 use crate::exit::{Exit, Failure};
@@ -25,6 +24,10 @@ pub struct Replay {
     /// The builder to try: a component's path, or the name of one in this binary (`timetable components`)
     #[arg(long, value_name = "PATH|NAME", value_hint = ValueHint::FilePath)]
     pub builder: Option<String>,
+
+    /// An option of the builder's own, as KEY=VALUE [default: on a recording, those of the recorded builder]
+    #[arg(long, value_name = "KEY=VALUE", value_parser = crate::cli::key_value, requires = "builder")]
+    pub builder_option: Vec<(String, String)>,
 
     /// Print one JSON object
     #[arg(long)]
@@ -71,10 +74,6 @@ pub struct TraceArgs {
     #[arg(long, value_name = "NAME", requires = "trace")]
     pub backend: Option<String>,
 
-    /// An option of the builder's own, as KEY=VALUE
-    #[arg(long, value_name = "KEY=VALUE", value_parser = crate::cli::key_value, requires = "trace")]
-    pub builder_option: Vec<(String, String)>,
-
     /// How much faster than in the trace requests arrive
     #[arg(long, value_name = "X", default_value_t = 1.0, requires = "trace")]
     pub speed: f64,
@@ -109,7 +108,11 @@ pub struct TraceArgs {
 }
 
 pub fn run(arguments: &Replay) -> Result<(), Failure> {
-    let candidate = arguments.builder.as_deref().map(candidate).transpose()?;
+    let candidate = arguments
+        .builder
+        .as_deref()
+        .map(|name| candidate(name, &arguments.builder_option))
+        .transpose()?;
     match (&arguments.recording, &arguments.trace) {
         (_, Some(trace)) => traffic::run(arguments, trace, candidate),
         (Some(recording), None) => recording::run(arguments, recording, candidate.as_ref()),
@@ -122,16 +125,15 @@ pub fn run(arguments: &Replay) -> Result<(), Failure> {
 }
 
 /// A component by its name in this binary, or by its path.
-fn candidate(name: &str) -> Result<Candidate, Failure> {
-    if let Some(component) = components().iter().find(|component| component.name == name) {
-        return Ok(Candidate {
-            bytes: component.bytes.to_vec(),
-            origin: format!("embedded {name}"),
-        });
-    }
+fn candidate(name: &str, options: &[(String, String)]) -> Result<Candidate, Failure> {
+    let (bytes, origin) = match timetable_reference::component(name) {
+        Some(component) => (component.bytes.to_vec(), format!("embedded {name}")),
+        None => (read_component(Path::new(name))?, name.to_owned()),
+    };
     Ok(Candidate {
-        bytes: read_component(Path::new(name))?,
-        origin: name.to_owned(),
+        bytes,
+        origin,
+        options: (!options.is_empty()).then(|| options.to_vec()),
     })
 }
 

@@ -117,7 +117,7 @@ pub fn run(arguments: &Replay, path: &Path, candidate: Option<Candidate>) -> Res
     let trace = Trace::read(path, format, of.max_requests).map_err(Failure::of(Exit::BadInput))?;
     let sandbox = Sandbox::new(Limits::default()).map_err(Failure::of(Exit::Failure))?;
     let (backend, source) = source(of, candidate, &sandbox)?;
-    let mut engine = engine(of, &backend, &sandbox, &source)?;
+    let mut engine = engine(of, &arguments.builder_option, &backend, &sandbox, &source)?;
     let (recorder, recording) = match &of.record {
         Some(path) => {
             let options = RecorderOptions {
@@ -176,10 +176,11 @@ fn source(
             Candidate {
                 bytes: embedded.bytes.to_vec(),
                 origin: format!("embedded {}", embedded.name),
+                options: None,
             }
         }
     };
-    let Candidate { bytes, origin } = candidate;
+    let Candidate { bytes, origin, .. } = candidate;
     let component = sandbox.load(&bytes).map_err(|error| bad(&origin, &error))?;
     let backend = backend_name(component.family());
     if let Some(asked) = &of.backend
@@ -205,6 +206,7 @@ fn source_origin(source: &BuilderSource) -> &str {
 
 fn engine(
     of: &TraceArgs,
+    options: &[(String, String)],
     backend: &str,
     sandbox: &Sandbox,
     source: &BuilderSource,
@@ -221,7 +223,7 @@ fn engine(
         block_size: of.block_size,
         enable_prefix_caching: !of.no_enable_prefix_caching,
         cache_size: CacheSize::Blocks(blocks),
-        builder_options: of.builder_option.clone(),
+        builder_options: options.to_vec(),
         ..EngineConfig::default()
     };
     let executor = SimulatedExecutor::new(simulated_model(), StepCost::default());
@@ -270,6 +272,7 @@ fn drive(
                     ..SamplingParams::default()
                 },
                 forced: trace::answer(next, request, vocab_size),
+                ..GenerationRequest::default()
             });
             if let Err(error) = added {
                 traffic.refused += 1;
