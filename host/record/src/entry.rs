@@ -112,7 +112,7 @@ pub(crate) struct StepEntry {
     at: Duration,
     slot: u32,
     version: Option<u32>,
-    plain: bool,
+    built_by: By,
     fault: Option<SeenFault>,
     build_time: Duration,
     fuel: u64,
@@ -132,6 +132,34 @@ pub(crate) struct StepEntry {
     /// Postcard of the metadata; of the same length as the slot's step before: each byte less that one's.
     metadata: Vec<u8>,
     metadata_since: bool,
+}
+
+/// Who built a step, on disk.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+enum By {
+    Component,
+    Plain,
+    Candidate,
+}
+
+impl From<BuiltBy> for By {
+    fn from(built_by: BuiltBy) -> By {
+        match built_by {
+            BuiltBy::Component => By::Component,
+            BuiltBy::Plain => By::Plain,
+            BuiltBy::Candidate => By::Candidate,
+        }
+    }
+}
+
+impl From<By> for BuiltBy {
+    fn from(by: By) -> BuiltBy {
+        match by {
+            By::Component => BuiltBy::Component,
+            By::Plain => BuiltBy::Plain,
+            By::Candidate => BuiltBy::Candidate,
+        }
+    }
 }
 
 /// What a step is told by, and tells the next one.
@@ -221,7 +249,7 @@ impl StepEntry {
             at: facts.at,
             slot: facts.slot,
             version: facts.version,
-            plain: facts.built_by == BuiltBy::Plain,
+            built_by: facts.built_by.into(),
             fault: facts.fault,
             build_time: facts.build_time,
             fuel: facts.fuel,
@@ -313,11 +341,7 @@ impl StepEntry {
             at: self.at,
             slot,
             version,
-            built_by: if self.plain {
-                BuiltBy::Plain
-            } else {
-                BuiltBy::Component
-            },
+            built_by: self.built_by.into(),
             fault: self.fault,
             build_time: self.build_time,
             fuel: self.fuel,

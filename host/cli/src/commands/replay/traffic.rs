@@ -60,7 +60,7 @@ impl StepObserver for Watch {
             let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
             seen.digest.add(step.slot, &built.metadata);
             match built.built_by {
-                BuiltBy::Component => {
+                BuiltBy::Component | BuiltBy::Candidate => {
                     let time = built.build_time.as_nanos();
                     seen.build_ns
                         .record(u64::try_from(time).unwrap_or(u64::MAX));
