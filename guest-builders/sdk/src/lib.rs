@@ -16,11 +16,13 @@
 pub mod abi;
 mod builder;
 pub mod flash_attn;
+pub mod flashinfer;
 #[cfg_attr(
     not(target_arch = "wasm32"),
     allow(dead_code, reason = "natively only its tests use it")
 )]
 mod heap;
+pub mod testing;
 
 pub use builder::{Builder, FamilyMetadata, decline, option};
 pub use timetable_types as types;
