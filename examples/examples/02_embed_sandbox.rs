@@ -1,4 +1,4 @@
-//! The sandbox in a program that is not Timetable's engine: one attention group, one step, no device.
+//! 02: the sandbox in the smallest program: one attention group, one step, no device. Example 05 is a whole engine around it.
 //!
 //! ```sh
 //! cargo run --release -p timetable-examples --example 02_embed_sandbox            # the embedded FLASH_ATTN builder
