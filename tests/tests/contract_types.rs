@@ -261,3 +261,27 @@ fn guests_lay_the_records_out_as_the_component_model_does() {
         "mamba" "gdn-metadata" t::mamba::GdnMetadata,
     );
 }
+
+/// `guest-builders/c` says the sizes that its compiler holds it to.
+#[test]
+fn the_c_header_has_the_contracts_sizes() {
+    use timetable_types as t;
+    let header = include_str!("../../guest-builders/c/timetable_flash_attn.h");
+    for (name, size) in [
+        ("tt_kv_cache_spec", t::KvCacheSpec::SIZE),
+        ("tt_attention_config", t::AttentionConfig::SIZE),
+        ("tt_builder_config", t::BuilderConfig::SIZE),
+        (
+            "tt_common_attention_metadata",
+            t::CommonAttentionMetadata::SIZE,
+        ),
+        ("tt_tensor", t::Tensor::SIZE),
+        ("tt_metadata", t::flash_attn::Metadata::SIZE),
+        ("tt_builder_info", t::BuilderInfo::SIZE),
+        ("tt_launch_promise", t::LaunchPromise::SIZE),
+        ("tt_build_error", t::BuildError::SIZE),
+    ] {
+        let line = format!("TT_SIZE({name}, {size});");
+        assert!(header.contains(&line), "the header should say {line}");
+    }
+}

@@ -5,6 +5,7 @@
 
 mod bench;
 mod bundle;
+mod c_compiler;
 mod demo;
 mod kernels;
 mod licences;

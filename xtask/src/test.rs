@@ -22,6 +22,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
         crate::model()?;
         // Before anything is compiled, which embeds what is there.
         crate::kernels::for_tests()?;
+        crate::c_compiler::for_tests()?;
     }
 
     heading("formatting");

@@ -1,11 +1,15 @@
 //! The command line: names and flags as the field has them, each with its help beside it.
 
+mod author;
+
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 
 use crate::commands::reload::Reload;
 use crate::device::DeviceArg;
+
+pub use author::{Check, Componentize, GrantArg, New};
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -125,6 +129,29 @@ Examples:
   timetable replay-bundle ./faults/*-trap.ttfault
   timetable replay-bundle FILE --json | jq .replay")]
     ReplayBundle(ReplayBundle),
+
+    /// Write the crate of a builder of your own, with all that it needs to compile
+    #[command(after_help = "\
+Examples:
+  timetable new my-builder --backend FLASHINFER
+  cd my-builder && cargo test && cargo wasm")]
+    New(New),
+
+    /// Make a component of the core module that a compiler wrote for wasm32-unknown-unknown
+    #[command(after_help = "\
+Examples:
+  timetable componentize target/wasm32-unknown-unknown/release/my_builder.wasm -o my-builder.wasm")]
+    Componentize(Componentize),
+
+    /// Say whether a host would take a component, and what it costs: contract, verifier, determinism, limits, fuel and time
+    #[command(after_help = "\
+Ends with 3 if a host would refuse it. Needs no host, no model and no device.
+
+Examples:
+  timetable check my-builder.wasm
+  timetable check my-builder.wasm --grant subset --builder-option window=512 --json
+  timetable check my-builder.wasm --json | jq '.findings[0].step' > step.json        # the step that was refused")]
+    Check(Check),
 
     /// List the components in this binary, or write them to a directory
     Components(Components),

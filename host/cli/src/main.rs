@@ -37,6 +37,9 @@ fn main() -> ExitCode {
         Command::Bench(arguments) => commands::bench::run(&arguments),
         Command::Replay(arguments) => commands::replay::run(&arguments),
         Command::ReplayBundle(arguments) => commands::replay_bundle::run(&arguments),
+        Command::New(arguments) => commands::new::run(&arguments),
+        Command::Componentize(arguments) => commands::componentize::run(&arguments),
+        Command::Check(arguments) => commands::check::run(&arguments),
         Command::Components(arguments) => commands::components::run(&arguments),
         Command::Completions(arguments) => commands::completions(arguments.shell),
     };

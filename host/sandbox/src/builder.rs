@@ -155,6 +155,11 @@ impl WasmBuilder {
         self.fuel.saturating_sub(self.fuel_left())
     }
 
+    /// Linear memory in use. It grows and never shrinks.
+    pub fn memory_bytes(&self) -> usize {
+        self.store.data().memory_bytes
+    }
+
     fn guarded<T>(
         &mut self,
         fuel: u64,

@@ -60,7 +60,7 @@ pub enum LoadError {
     },
     /// A core module.
     #[error(
-        "this is a core module, not a component; make it one with `cargo xtask guests`, or `wasm-tools component new`"
+        "this is a core module, not a component; make it one with `timetable componentize MODULE.wasm -o COMPONENT.wasm`"
     )]
     CoreModule,
     /// Truncated, corrupt, or using a proposal that is off.

@@ -161,6 +161,7 @@ impl Sandbox {
             StoreState {
                 max_memory_bytes: limits.max_memory_bytes,
                 max_table_elements: limits.max_table_elements,
+                memory_bytes: 0,
                 refused_bytes: None,
             },
         );
@@ -177,10 +178,12 @@ impl Sandbox {
     }
 }
 
-/// What a store carries: the memory cap, and whether it was hit.
+/// What a store carries: the memory cap, how much of it is in use, and whether it was hit.
 pub(crate) struct StoreState {
     max_memory_bytes: usize,
     max_table_elements: usize,
+    /// Sum over the memories.
+    pub(crate) memory_bytes: usize,
     /// The size that was asked for and refused.
     pub(crate) refused_bytes: Option<usize>,
 }
@@ -188,11 +191,12 @@ pub(crate) struct StoreState {
 impl ResourceLimiter for StoreState {
     fn memory_growing(
         &mut self,
-        _current: usize,
+        current: usize,
         desired: usize,
         _maximum: Option<usize>,
     ) -> wasmtime::Result<bool> {
         if desired <= self.max_memory_bytes {
+            self.memory_bytes += desired.saturating_sub(current);
             return Ok(true);
         }
         // An error here traps, so that no guest carries on with a failed allocation.

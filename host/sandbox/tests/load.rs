@@ -50,7 +50,10 @@ fn a_core_module() {
     assert!(matches!(error, LoadError::CoreModule));
     says(
         &error,
-        &["is a core module, not a component", "cargo xtask guests"],
+        &[
+            "is a core module, not a component",
+            "timetable componentize",
+        ],
     );
 }
 

@@ -217,3 +217,14 @@ impl Drop for Host {
         }
     }
 }
+
+/// For a command that compiles something of its own: what this build was told is not for that one, and nothing is fetched.
+pub fn outside_of_this_build(command: &mut Command) -> &mut Command {
+    for (name, _) in std::env::vars_os() {
+        let name = name.to_string_lossy();
+        if (name.starts_with("CARGO_") && name != "CARGO_HOME") || name.starts_with("RUSTFLAGS") {
+            command.env_remove(&*name);
+        }
+    }
+    command.env("CARGO_NET_OFFLINE", "true")
+}
