@@ -69,7 +69,7 @@ fn main() -> Result<()> {
     let metadata = metadata_to_json(&built.metadata, &resolver)?;
     println!("{}", serde_json::to_string_pretty(&metadata)?);
     let by = match built.built_by {
-        BuiltBy::Component => group.info().name.clone(),
+        BuiltBy::Component | BuiltBy::Candidate => group.info().name.clone(),
         BuiltBy::Plain => "the plain builder".to_owned(),
     };
     let status = group.handle().status();
