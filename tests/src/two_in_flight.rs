@@ -17,7 +17,10 @@ use timetable_attention::{
 use timetable_engine::{
     AttentionPlan, BuilderSource, CpuExecutor, Engine, EngineConfig, EngineError, Executor,
     ModelRunner,
-    executor::{DeviceFacts, ExecutorSetup, GraphPlan, Step, StepFailure, StepResults, Unprepared},
+    executor::{
+        DeviceFacts, ExecutorSetup, GraphPlan, SegmentPlace, Step, StepFailure, StepResults,
+        Unprepared,
+    },
     model::ModelConfig,
     tokenizer::Tokenizer,
 };
@@ -225,7 +228,7 @@ impl Executor for TwoInFlight {
     fn prepare(
         &mut self,
         group: usize,
-        segment: usize,
+        segment: SegmentPlace,
         metadata: &Metadata,
         context: &VerifyContext<'_>,
     ) -> Result<(), Unprepared> {

@@ -31,7 +31,7 @@ use timetable_types::{
 use crate::{
     batch::{InputBatch, NoSlot, Segment},
     config::{BuilderSource, Builders, EngineConfig, EngineError},
-    executor::{Executor, Unprepared, eager_shape},
+    executor::{Executor, SegmentPlace, Unprepared, eager_shape},
     tenants::SlotConfig,
     timings::{Lap, StepTimings},
 };
@@ -343,7 +343,11 @@ impl Attention {
             }
             let accepting = Accepting {
                 group: group_index,
-                segment: index,
+                segment: SegmentPlace {
+                    index,
+                    first_row: segment.first_row,
+                    first_token: segment.first_token,
+                },
                 verifier,
                 executor: RefCell::new(&mut *executor),
                 verify_ns: Cell::new(0),
@@ -485,7 +489,7 @@ struct Built {
 /// Who takes a group's metadata, and how long that took.
 struct Accepting<'a> {
     group: usize,
-    segment: usize,
+    segment: SegmentPlace,
     verifier: &'a RefCell<Verifier>,
     executor: RefCell<&'a mut dyn Executor>,
     verify_ns: Cell<u64>,

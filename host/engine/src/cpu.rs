@@ -14,8 +14,8 @@ use timetable_types::{BuilderConfig, Dtype, KvCacheSpec, Metadata};
 use crate::{
     config::{CacheSize, DeviceChoice, EngineConfig, EngineError, ModelDtype},
     executor::{
-        CacheRequest, DeviceFacts, Executor, ExecutorSetup, GraphPlan, Step, StepFailure,
-        StepResults, Unprepared,
+        CacheRequest, DeviceFacts, Executor, ExecutorSetup, GraphPlan, SegmentPlace, Step,
+        StepFailure, StepResults, Unprepared,
     },
     memory,
     model::{AttentionError, AttentionLayers, ModelConfig},
@@ -309,12 +309,12 @@ impl Executor for CpuExecutor {
     fn prepare(
         &mut self,
         group: usize,
-        segment: usize,
+        segment: SegmentPlace,
         metadata: &Metadata,
         context: &VerifyContext<'_>,
     ) -> Result<(), Unprepared> {
         let block_size = context.config.kv_cache_spec.block_size;
-        self.prepared[group][segment].prepare(metadata, context.inputs, block_size)?;
+        self.prepared[group][segment.index].prepare(metadata, context.inputs, block_size)?;
         Ok(())
     }
 

@@ -194,6 +194,17 @@ pub struct Step<'a> {
     pub observe: bool,
 }
 
+/// Where a segment stands in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SegmentPlace {
+    /// Which of the step's.
+    pub index: usize,
+    /// Rows before it.
+    pub first_row: usize,
+    /// Tokens before it.
+    pub first_token: usize,
+}
+
 /// What a step came to.
 #[derive(Debug, Default)]
 pub struct StepResults {
@@ -304,14 +315,14 @@ pub trait Executor: Send {
     }
 
     /// Takes a group's metadata of one segment of the step that is submitted next. It has passed the verifier with `context`,
-    /// which is that segment's. Replaces what was prepared for them before.
+    /// which is that segment's, with rows and tokens from 0. Replaces what was prepared for them before.
     ///
     /// # Errors
     /// Whatever the device does not execute: the group's plain builder may still serve.
     fn prepare(
         &mut self,
         group: usize,
-        segment: usize,
+        segment: SegmentPlace,
         metadata: &Metadata,
         context: &VerifyContext<'_>,
     ) -> Result<(), Unprepared>;

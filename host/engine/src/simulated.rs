@@ -11,7 +11,8 @@ use timetable_types::{Dtype, Metadata};
 use crate::{
     config::{CacheSize, EngineConfig, EngineError},
     executor::{
-        DeviceFacts, Executor, ExecutorSetup, GraphPlan, Step, StepFailure, StepResults, Unprepared,
+        DeviceFacts, Executor, ExecutorSetup, GraphPlan, SegmentPlace, Step, StepFailure,
+        StepResults, Unprepared,
     },
     model::{Architecture, ModelConfig, RopeConfig, RopeScaling, RopeStyle},
 };
@@ -137,7 +138,7 @@ impl Executor for SimulatedExecutor {
     fn prepare(
         &mut self,
         _group: usize,
-        _segment: usize,
+        _segment: SegmentPlace,
         _metadata: &Metadata,
         _context: &VerifyContext<'_>,
     ) -> Result<(), Unprepared> {

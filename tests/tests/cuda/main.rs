@@ -9,4 +9,5 @@ mod invariance;
 mod precision;
 mod reload;
 mod support;
+mod tenants;
 mod tokens;

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use tempfile::TempDir;
 use timetable_device_cuda::{CudaError, Kernels, driver::Device};
 use timetable_engine::{
-    AttentionPlan, BuilderSource, CacheSize, DeviceChoice, Engine, EngineConfig, Executor,
+    AttentionPlan, Builders, CacheSize, DeviceChoice, Engine, EngineConfig, Executor,
     GenerationRequest, cuda::CudaExecutor,
 };
 use timetable_tests::{
@@ -61,14 +61,14 @@ pub fn config(ordinal: usize) -> EngineConfig {
 }
 
 /// An engine without a tokenizer, its model at `path`.
-pub fn engine(config: &EngineConfig, path: &Path, source: &BuilderSource) -> Engine {
+pub fn engine<'a>(config: &EngineConfig, path: &Path, builders: impl Into<Builders<'a>>) -> Engine {
     let executor = CudaExecutor::new(config, path).unwrap_or_else(|error| panic!("{error}"));
     let facts = executor
         .facts(config)
         .unwrap_or_else(|error| panic!("{error}"));
     let plan = AttentionPlan::for_device(config, executor.model_config(), facts)
         .unwrap_or_else(|error| panic!("{error}"));
-    Engine::with_executor(config, plan, Box::new(executor), None, sandbox(), source)
+    Engine::with_executor(config, plan, Box::new(executor), None, sandbox(), builders)
         .unwrap_or_else(|error| panic!("{error}"))
 }
 

@@ -37,6 +37,17 @@ pub struct Rows {
     pub stride: i64,
 }
 
+impl Rows {
+    /// From row `first` on; an element has `bytes`.
+    #[must_use]
+    pub fn from_row(&self, first: usize, bytes: usize) -> Self {
+        Self {
+            ptr: self.ptr.offset(first * self.stride as usize * bytes),
+            stride: self.stride,
+        }
+    }
+}
+
 /// How the first `rotary_size` elements of each head are rotated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rope {

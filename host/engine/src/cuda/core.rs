@@ -13,11 +13,32 @@ use timetable_device_cuda::{
 
 use super::forward::{Forward, warm_up_rows};
 
-/// A group's launches of the step, or of the graph that is captured; none for a group that was not prepared.
-pub(super) type Launches<'a, 'l> = &'a dyn Fn(usize) -> Option<GroupLaunch<'l>>;
+/// A segment's and a group's launches of the step, or of the graph that is captured; none for what was not prepared.
+pub(super) type Launches<'a, 'l> = &'a dyn Fn(usize, usize) -> Option<GroupLaunch<'l>>;
 
-fn of_group<'l>(launches: Launches<'_, 'l>, group: usize) -> Result<GroupLaunch<'l>, CudaError> {
-    launches(group).ok_or_else(|| CudaError::Invalid {
+/// A part of the step's tokens that attention is launched for apart: a segment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Span {
+    pub(super) first_token: usize,
+    /// Of a span that is left out.
+    pub(super) num_tokens: usize,
+    /// It has no launches: its attention is zero, and its keys and values are nobody's.
+    pub(super) left_out: bool,
+}
+
+/// The whole step as one.
+pub(super) const WHOLE: &[Span] = &[Span {
+    first_token: 0,
+    num_tokens: 0,
+    left_out: false,
+}];
+
+fn of_group<'l>(
+    launches: Launches<'_, 'l>,
+    span: usize,
+    group: usize,
+) -> Result<GroupLaunch<'l>, CudaError> {
+    launches(span, group).ok_or_else(|| CudaError::Invalid {
         what: "an attention group's step",
         value: format!("not prepared for group {group}"),
         remedy: "prepare every group before a step is submitted: this is a defect of the engine",
@@ -85,66 +106,88 @@ impl Core {
         self.caches.bytes() as u64
     }
 
-    /// Enqueues the plans of every group's attention.
+    /// Enqueues the plans of every group's attention, for each span of the step.
     ///
     /// # Safety
     /// The step that was prepared for `launches` is unpacked by now on `stream`, or will be whenever a graph that is being captured
-    /// runs; one launch for each group.
+    /// runs; one launch for each group and each span that is not left out.
     pub(super) unsafe fn plan(
         &self,
         stream: &Stream,
+        spans: &[Span],
         launches: Launches<'_, '_>,
     ) -> Result<(), CudaError> {
-        (0..self.groups.len()).try_for_each(|group| {
-            let launch = of_group(launches, group)?;
-            // SAFETY: the caller's; workspace and step's tensors outlive the work on `stream`.
-            unsafe { launch.plan(stream, &self.forward.kernels) }
-        })
+        for (index, _) in launched(spans) {
+            for group in 0..self.groups.len() {
+                let launch = of_group(launches, index, group)?;
+                // SAFETY: the caller's; workspaces and step's tensors outlive the work on `stream`.
+                unsafe { launch.plan(stream, &self.forward.kernels) }?;
+            }
+        }
+        Ok(())
     }
 
     /// Enqueues one layer's scatter and attention, between two pieces of the forward pass.
     ///
     /// # Safety
-    /// As [`Core::plan`], which comes before; the piece before this layer's attention has been enqueued.
+    /// As [`Core::plan`], which comes before; the piece before this layer's attention has been enqueued; spans lie within the step.
     pub(super) unsafe fn attend(
         &self,
         stream: &Stream,
         layer: usize,
+        spans: &[Span],
         launches: Launches<'_, '_>,
     ) -> Result<(), CudaError> {
         let Layer { group, cache } = &self.layers[layer];
-        let launch = of_group(launches, *group)?;
         let operands = self.forward.attention_operands();
-        let io = AttentionIo {
-            query: operands.query,
-            output: operands.output,
-            lse: DevicePtr::NULL,
-        };
         let kernels = &self.forward.kernels;
-        // SAFETY: the caller's; the operands have a row for every token of the step, and slots are the host's.
-        unsafe {
-            launch.update_cache(stream, kernels, cache, operands.key, operands.value)?;
-            launch.attend(stream, kernels, cache, &io)
+        let bytes = self.forward.element().bytes();
+        // Everything is written before anything is read.
+        for (index, span) in launched(spans) {
+            let launch = of_group(launches, index, *group)?;
+            let key = operands.key.from_row(span.first_token, bytes);
+            let value = operands.value.from_row(span.first_token, bytes);
+            // SAFETY: the caller's; the operands have a row for every token of the step, and slots are the host's.
+            unsafe { launch.update_cache(stream, kernels, cache, key, value) }?;
         }
+        for (index, span) in launched(spans) {
+            let launch = of_group(launches, index, *group)?;
+            let io = AttentionIo {
+                query: operands.query.from_row(span.first_token, bytes),
+                output: operands.output.from_row(span.first_token, bytes),
+                lse: DevicePtr::NULL,
+            };
+            // SAFETY: as above.
+            unsafe { launch.attend(stream, kernels, cache, &io) }?;
+        }
+        for span in spans.iter().filter(|span| span.left_out) {
+            let output = operands.output.from_row(span.first_token, bytes);
+            let size = span.num_tokens * output.stride as usize * bytes;
+            // SAFETY: as above; the output's rows stand one after the other.
+            unsafe { stream.fill(output.ptr, 0, size) }?;
+        }
+        Ok(())
     }
 
     /// Enqueues everything from the embedding to the final norm, attention included.
     ///
     /// # Safety
-    /// As [`Core::plan`]; `tokens` is the launches' number of tokens, or more (padding that attention does not see).
+    /// As [`Core::plan`] and [`Core::attend`]; `tokens` is the spans' number of tokens, or more (padding that attention does not
+    /// see).
     pub(super) unsafe fn whole(
         &self,
         stream: &Stream,
+        spans: &[Span],
         launches: Launches<'_, '_>,
         tokens: u32,
     ) -> Result<(), CudaError> {
         // SAFETY: the caller's; each layer's attention stands between its pieces.
         unsafe {
-            self.plan(stream, launches)?;
+            self.plan(stream, spans, launches)?;
             for piece in 0..self.forward.num_pieces() {
                 self.forward.piece(stream, piece, tokens)?;
                 if piece < self.layers.len() {
-                    self.attend(stream, piece, launches)?;
+                    self.attend(stream, piece, spans, launches)?;
                 }
             }
         }
@@ -176,4 +219,10 @@ impl Core {
         }
         stream.synchronize()
     }
+}
+
+/// The spans that have launches, with their numbers.
+fn launched(spans: &[Span]) -> impl Iterator<Item = (usize, &Span)> {
+    let spans = spans.iter().enumerate();
+    spans.filter(|(_, span)| !span.left_out)
 }

@@ -17,7 +17,7 @@ use timetable_attention::{
 };
 use timetable_device_cuda::{
     CudaError,
-    attention::{GroupState, Replay},
+    attention::{GroupLaunch, GroupState, Replay},
     driver::{Device, Event, GraphExec, Stream},
     kernels::{Element, Kernels},
     nvtx,
@@ -27,7 +27,7 @@ use timetable_sandbox::Acceptance;
 use timetable_types::{Dtype, LaunchPromise, Metadata};
 
 use super::{
-    core::Core,
+    core::{Core, Span},
     error::CudaStartError,
     flights::Flights,
     graphs::{FullExec, GraphSet, PiecewiseGraphs},
@@ -41,7 +41,8 @@ use super::{
 use crate::{
     config::{DeviceChoice, EngineConfig, EngineError},
     executor::{
-        DeviceFacts, Executor, ExecutorSetup, GraphPlan, Step, StepFailure, StepResults, Unprepared,
+        DeviceFacts, Executor, ExecutorSetup, GraphPlan, SegmentPlace, Step, StepFailure,
+        StepResults, Unprepared,
     },
     model::{ModelConfig, rope::Rope},
     sampling::SamplingError,
@@ -50,6 +51,9 @@ use crate::{
 
 /// Steps in flight at most.
 pub(super) const DEPTH: usize = 2;
+
+/// Segments of a step at most. Each has a workspace for every attention group.
+const MAX_SEGMENTS: usize = 16;
 
 /// A model on a device, before an engine's sizes are known.
 pub(super) struct Loaded {
@@ -61,6 +65,7 @@ pub(super) struct Loaded {
 /// What steps run with.
 pub(super) struct Running {
     pub(super) core: Arc<Core>,
+    /// For each attention group, for each segment that a step may have: the first segment's groups first.
     pub(super) groups: Vec<GroupState>,
     pub(super) set: GraphSet,
     pub(super) piecewise: PiecewiseGraphs,
@@ -81,8 +86,12 @@ const DROP_LIMIT: Duration = Duration::from_secs(10);
 pub(super) struct StepState {
     /// As what the step that is prepared now will run.
     graph: BatchExecutionDescriptor,
-    /// For each group: may the graph replay what was prepared?
+    /// As `Running::groups`: may the graph replay what was prepared?
     replay: Vec<Replay>,
+    /// For each segment: it has no metadata.
+    left_out: Vec<bool>,
+    /// The segments of the step that is submitted.
+    spans: Vec<Span>,
     /// Tokens that the step before chose, which references may name.
     num_fed: usize,
     /// For each step in flight, its known tokens and the time that its submission took.
@@ -97,7 +106,7 @@ struct HostSide {
 }
 
 impl StepState {
-    pub(super) fn new(num_groups: usize, max_rows: usize) -> Self {
+    pub(super) fn new(num_states: usize, max_segments: usize, max_rows: usize) -> Self {
         let side = || HostSide {
             forced: Vec::with_capacity(max_rows),
             submit_ns: 0,
@@ -112,10 +121,25 @@ impl StepState {
                 num_active_loras: 0,
                 num_ubatches: 1,
             },
-            replay: vec![Replay::Fits; num_groups],
+            replay: vec![Replay::Fits; num_states],
+            left_out: vec![false; max_segments],
+            spans: Vec::with_capacity(max_segments),
             num_fed: 0,
             host: VecDeque::with_capacity(DEPTH + 1),
             spare: (0..=DEPTH).map(|_| side()).collect(),
+        }
+    }
+
+    /// Where the segments of `step` stand.
+    fn find_spans(&mut self, step: &Step<'_>) {
+        self.spans.clear();
+        for index in 0..step.batch.num_segments() {
+            let tokens = step.batch.segment(index).tokens();
+            self.spans.push(Span {
+                first_token: tokens.start,
+                num_tokens: tokens.len(),
+                left_out: self.left_out[index],
+            });
         }
     }
 }
@@ -249,6 +273,10 @@ impl Executor for CudaExecutor {
         DEPTH
     }
 
+    fn max_segments(&self) -> usize {
+        MAX_SEGMENTS
+    }
+
     fn setup(&mut self, setup: &ExecutorSetup<'_>) -> Result<(), EngineError> {
         let loaded = self.loaded.take().ok_or_else(|| {
             EngineError::Device("the CUDA executor was set up before: make another one".to_owned())
@@ -299,7 +327,7 @@ impl Executor for CudaExecutor {
         Ok(())
     }
 
-    fn dispatch(&mut self, query: &BatchQuery, _num_segments: usize) -> BatchExecutionDescriptor {
+    fn dispatch(&mut self, query: &BatchQuery, num_segments: usize) -> BatchExecutionDescriptor {
         let eager = BatchExecutionDescriptor {
             cg_mode: RuntimeMode::None,
             num_tokens: query.num_tokens,
@@ -312,7 +340,10 @@ impl Executor for CudaExecutor {
         let Some(running) = &mut self.running else {
             return eager;
         };
-        let chosen = running.manager.dispatch(query);
+        let chosen = match num_segments {
+            1 => running.manager.dispatch(query),
+            _ => running.manager.dispatch_in_parts(query),
+        };
         let captured = match chosen.cg_mode {
             RuntimeMode::None => true,
             RuntimeMode::Piecewise => running.piecewise.find(chosen.num_tokens).is_some(),
@@ -333,26 +364,38 @@ impl Executor for CudaExecutor {
     fn prepare(
         &mut self,
         group: usize,
-        _segment: usize,
+        segment: SegmentPlace,
         metadata: &Metadata,
         context: &VerifyContext<'_>,
     ) -> Result<(), Unprepared> {
         let Running {
-            groups, set, steps, ..
+            core,
+            groups,
+            set,
+            steps,
+            ..
         } = self.running()?;
         let captured = set
             .find(&steps.graph)
             .filter(|_| steps.graph.cg_mode == RuntimeMode::Full)
             .and_then(|graph| graph.launches.get(group));
+        let index = segment.index * core.groups.len() + group;
         let state = groups
-            .get_mut(group)
-            .ok_or("no such attention group on the device")?;
-        steps.replay[group] = state.prepare(metadata, context, captured)?;
+            .get_mut(index)
+            .ok_or("no such attention group or segment on the device")?;
+        state.set_tensors(core.ptrs().part(segment.first_row, segment.first_token));
+        steps.left_out[segment.index] = false;
+        steps.replay[index] = state.prepare(metadata, context, captured)?;
         Ok(())
     }
 
-    // Steps have one segment: one that has no metadata is no step.
-    fn leave_out(&mut self, _segment: usize) {}
+    fn leave_out(&mut self, segment: usize) {
+        if let Some(running) = &mut self.running
+            && let Some(left_out) = running.steps.left_out.get_mut(segment)
+        {
+            *left_out = true;
+        }
+    }
 
     #[allow(
         clippy::needless_pass_by_value,
@@ -438,6 +481,7 @@ impl Running {
     fn enqueue(&mut self, step: &Step<'_>, num_rows: usize) -> Result<(), StepFailure> {
         let ptrs = self.core.ptrs();
         let num_tokens = step.batch.token_ids().len();
+        self.steps.find_spans(step);
         self.upload(step, &ptrs, num_tokens)?;
         let run = |running: &mut Self| -> Result<(), CudaError> {
             let core = running.core.clone();
@@ -478,8 +522,11 @@ impl Running {
                 self.steps.num_fed,
             )
             .map_err(full)?;
-        for group in &self.groups {
-            group.pack(&mut packer).map_err(full)?;
+        let num_groups = self.core.groups.len();
+        for (span, groups) in self.steps.spans.iter().zip(self.groups.chunks(num_groups)) {
+            for group in groups.iter().filter(|_| !span.left_out) {
+                group.pack(&mut packer).map_err(full)?;
+            }
         }
         let packed = packer.finish();
         let num_reqs = step.batch.common().num_reqs as usize;
@@ -502,7 +549,9 @@ impl Running {
 
     /// The forward pass, as the step was dispatched; without graphs where some group's step exceeds what was captured.
     fn forward(&self, graph: BatchExecutionDescriptor, tokens: u32) -> Result<(), CudaError> {
-        let fits = self.steps.replay.iter().all(|fits| *fits == Replay::Fits);
+        // A full graph runs a step of one segment.
+        let mut replay = self.steps.replay[..self.core.groups.len()].iter();
+        let fits = replay.all(|fits| *fits == Replay::Fits);
         let full = self.set.find(&graph);
         match (graph.cg_mode, full) {
             (RuntimeMode::Full, Some(FullExec { exec, .. })) if fits => {
@@ -524,15 +573,21 @@ impl Running {
         }
     }
 
+    /// What was prepared for a segment and a group.
+    fn launch(&self, segment: usize, group: usize) -> Option<GroupLaunch<'_>> {
+        let index = segment * self.core.groups.len() + group;
+        self.groups.get(index)?.eager()
+    }
+
     fn pieces(&self, pieces: &[GraphExec]) -> Result<(), CudaError> {
-        let launches = |group: usize| self.groups.get(group)?.eager();
+        let (spans, launches) = (&self.steps.spans, |span, group| self.launch(span, group));
         // SAFETY: the step that was prepared for these launches was unpacked on this stream; what the pieces were captured with lives.
         unsafe {
-            self.core.plan(&self.stream, &launches)?;
+            self.core.plan(&self.stream, spans, &launches)?;
             for (piece, exec) in pieces.iter().enumerate() {
                 self.stream.launch_graph(exec)?;
                 if piece < self.core.forward.num_layers() {
-                    self.core.attend(&self.stream, piece, &launches)?;
+                    self.core.attend(&self.stream, piece, spans, &launches)?;
                 }
             }
         }
@@ -540,9 +595,9 @@ impl Running {
     }
 
     fn eager(&self, tokens: u32) -> Result<(), CudaError> {
-        let launches = |group: usize| self.groups.get(group)?.eager();
+        let (spans, launches) = (&self.steps.spans, |span, group| self.launch(span, group));
         // SAFETY: as above; the batch's tokens are those that attention was prepared for, or padding beyond them.
-        unsafe { self.core.whole(&self.stream, &launches, tokens) }
+        unsafe { self.core.whole(&self.stream, spans, &launches, tokens) }
     }
 
     fn collect(&mut self, results: &mut StepResults, vocab_size: usize) -> Result<(), StepFailure> {

@@ -15,7 +15,10 @@ use timetable_device_cuda::{
 };
 use timetable_types::CaptureShape;
 
-use super::{core::Core, promises::Promises};
+use super::{
+    core::{Core, WHOLE},
+    promises::Promises,
+};
 use crate::executor::capture_shape;
 
 /// A full graph.
@@ -29,7 +32,7 @@ pub(super) struct FullExec {
 /// Full graphs, and the workspaces that they and steps outside graphs run in.
 pub(super) struct GraphSet {
     pub(super) promises: Promises,
-    /// For each attention group.
+    /// For each attention group; then again for each further segment that a step may have, which run outside full graphs.
     pub(super) workspaces: Vec<Arc<Workspace>>,
     /// The largest first.
     pub(super) full: Vec<FullExec>,
@@ -44,13 +47,21 @@ pub(super) struct SetPlan {
     full: Vec<Vec<Launch>>,
     /// For each group, the largest step outside graphs.
     eager: Vec<Launch>,
-    /// For each group.
+    /// For each workspace.
     sizes: Vec<WorkspaceSize>,
 }
 
+/// A further segment's workspace has this part of the bytes of partial results that a whole step's has.
+const SEGMENT_PARTIALS: usize = 8;
+
 impl SetPlan {
-    /// From promises to launches and sizes; `eager` is the largest step outside graphs.
-    pub(super) fn new(groups: &[GroupConfig], promises: Promises, eager: &CaptureShape) -> Self {
+    /// From promises to launches and sizes; `eager` is the largest step outside graphs, of at most `max_segments` segments.
+    pub(super) fn new(
+        groups: &[GroupConfig],
+        promises: Promises,
+        eager: &CaptureShape,
+        max_segments: usize,
+    ) -> Self {
         let full: Vec<Vec<Launch>> = promises
             .full
             .iter()
@@ -68,14 +79,23 @@ impl SetPlan {
             .zip(&promises.eager)
             .map(|(group, promise)| Launch::captured(group, eager, promise))
             .collect();
-        let sizes = groups
+        let whole = groups.iter().enumerate().map(|(index, group)| {
+            let captured = full.iter().filter_map(|launches| launches.get(index));
+            WorkspaceSize::new(group, captured.chain(eager.get(index)))
+        });
+        let of_segment: Vec<WorkspaceSize> = groups
             .iter()
-            .enumerate()
-            .map(|(index, group)| {
-                let captured = full.iter().filter_map(|launches| launches.get(index));
-                WorkspaceSize::new(group, captured.chain(eager.get(index)))
+            .zip(&eager)
+            .map(|(group, eager)| {
+                let group = GroupConfig {
+                    max_partial_bytes: group.max_partial_bytes / SEGMENT_PARTIALS,
+                    ..group.clone()
+                };
+                WorkspaceSize::new(&group, [eager])
             })
             .collect();
+        let further = (1..max_segments).flat_map(|_| &of_segment).copied();
+        let sizes = whole.chain(further).collect();
         Self {
             promises,
             full,
@@ -103,10 +123,10 @@ impl SetPlan {
             let size = self.sizes[index];
             match before.get(index) {
                 Some(workspace) if workspace.size().holds(&size) => Ok(workspace.clone()),
-                _ => Workspace::new(device, &groups[index], size).map(Arc::new),
+                _ => Workspace::new(device, &groups[index % groups.len()], size).map(Arc::new),
             }
         };
-        (0..groups.len()).map(workspace).collect()
+        (0..self.sizes.len()).map(workspace).collect()
     }
 
     /// Captures the full graphs on `stream`, on this thread, while other threads run steps. Nothing is allocated between the
@@ -126,7 +146,7 @@ impl SetPlan {
         let mut full = Vec::with_capacity(self.full.len());
         for (graph, launches) in self.promises.full.iter().zip(self.full) {
             let descriptor = graph.descriptor;
-            let launch = |group: usize| {
+            let launch = |_: usize, group: usize| {
                 let config = core.groups.get(group)?;
                 let (workspace, launch) = (workspaces.get(group)?, launches.get(group)?);
                 Some(GroupLaunch::new(config, workspace, &ptrs, launch))
@@ -134,7 +154,7 @@ impl SetPlan {
             let captured = stream.capture(CaptureMode::ThreadLocal, |stream| {
                 // SAFETY: the graph runs on the step's stream only, after the unpacking of a step that keeps to the promise, and
                 // no longer than this set lives, which keeps the workspaces, or the core, which keeps everything else.
-                unsafe { core.whole(stream, &launch, descriptor.num_tokens) }
+                unsafe { core.whole(stream, WHOLE, &launch, descriptor.num_tokens) }
             });
             let exec = captured.and_then(|captured| runnable(&captured, stream, &mut nodes));
             let exec = exec.map_err(|error| {

@@ -132,7 +132,8 @@ fn sample_row(row: &RowSampling) -> SampleRow {
     }
 }
 
-/// What the largest step uploads: `groups` with their workspaces, all rows of the table anew, every token and row.
+/// What the largest step uploads: `groups` with their workspaces, again for each further segment, all rows of the table anew,
+/// every token and row.
 pub(super) fn upload_size(
     ptrs: &StepPtrs,
     groups: &[GroupConfig],
@@ -150,7 +151,7 @@ pub(super) fn upload_size(
         max_bytes: table + of_rows + of_tokens + 8 * (ops + 2),
         max_ops: ops,
     };
-    for (config, workspace) in groups.iter().zip(workspaces) {
+    for (config, workspace) in groups.iter().cycle().zip(workspaces) {
         let (bytes, ops) = GroupState::new(config.clone(), *ptrs, workspace.clone()).max_upload();
         size.max_bytes += bytes + 8;
         size.max_ops += ops;

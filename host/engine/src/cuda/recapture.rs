@@ -43,6 +43,8 @@ pub(super) struct Recapture {
     pub(super) stream: Stream,
     /// The largest step outside graphs.
     pub(super) eager: CaptureShape,
+    /// Segments of a step at most.
+    pub(super) max_segments: usize,
     /// Of the set that was captured last, taken by the step thread or not.
     pub(super) promises: Promises,
     pub(super) workspaces: Vec<Arc<Workspace>>,
@@ -159,7 +161,12 @@ impl Exchange {
             drop((set, ring));
         }
         let core = &*recapture.core;
-        let plan = SetPlan::new(&core.groups, promises, &recapture.eager);
+        let plan = SetPlan::new(
+            &core.groups,
+            promises,
+            &recapture.eager,
+            recapture.max_segments,
+        );
         let workspaces = plan.workspaces(&recapture.device, &core.groups, &recapture.workspaces)?;
         let needed = upload_size(&core.ptrs(), &core.groups, &workspaces);
         let (ring, upload) = if holds(&recapture.upload, &needed) {

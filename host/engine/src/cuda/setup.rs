@@ -17,7 +17,7 @@ use timetable_types::{CaptureShape, Dtype, KvCacheLayout};
 
 use super::{
     activations::{Activations, LargestStep},
-    core::Core,
+    core::{Core, WHOLE},
     error::CudaStartError,
     executor::{DEPTH, Loaded, Running, StepState},
     flights::Flights,
@@ -49,6 +49,8 @@ pub(super) struct Parts {
     /// Kernel blocks of one of the manager's.
     ratio: usize,
     vocab_size: usize,
+    /// Segments of a step at most.
+    max_segments: usize,
 }
 
 /// What `start` leaves.
@@ -152,6 +154,7 @@ impl Parts {
             layout,
             ratio: shape.block_size / shape.kernel_block_size,
             vocab_size: model.vocab_size,
+            max_segments: setup.max_segments,
         })
     }
 
@@ -191,7 +194,8 @@ pub(super) fn start(
     let ptrs = parts.step.ptrs();
     let limits = ptrs.limits;
     let promises = Promises::of(plan);
-    let set_plan = SetPlan::new(&parts.groups, promises.clone(), &parts.eager);
+    let max_segments = parts.max_segments;
+    let set_plan = SetPlan::new(&parts.groups, promises.clone(), &parts.eager, max_segments);
     let workspaces = set_plan.workspaces(device, &parts.groups, &[])?;
     let upload = upload_size(&ptrs, &parts.groups, &workspaces);
     let ring = upload_ring(device, upload)?;
@@ -259,19 +263,21 @@ pub(super) fn start(
         // Kernels of a graph have the priority of the stream that they were captured on.
         stream: Stream::high_priority(device)?,
         eager: parts.eager,
+        max_segments,
         promises,
         workspaces: set.workspaces.clone(),
         upload,
     };
-    let groups = core
+    let groups: Vec<GroupState> = core
         .groups
         .iter()
+        .cycle()
         .zip(&set.workspaces)
         .map(|(config, workspace)| GroupState::new(config.clone(), ptrs, workspace.clone()))
         .collect();
     let running = Running {
         block_size: core.groups[0].block_size,
-        steps: StepState::new(core.groups.len(), limits.max_num_reqs),
+        steps: StepState::new(groups.len(), max_segments, limits.max_num_reqs),
         core,
         groups,
         set,
@@ -320,7 +326,7 @@ unsafe fn dry_run(
     stream: &Stream,
 ) -> Result<(), CudaError> {
     let launches = plan.eager();
-    let launch = |group: usize| {
+    let launch = |_: usize, group: usize| {
         let config = core.groups.get(group)?;
         Some(GroupLaunch::new(
             config,
@@ -331,6 +337,6 @@ unsafe fn dry_run(
     };
     let tokens = ptrs.limits.max_num_tokens as u32;
     // SAFETY: the caller's; plans of no requests make no items, and attention clears its output.
-    unsafe { core.whole(stream, &launch, tokens) }?;
+    unsafe { core.whole(stream, WHOLE, &launch, tokens) }?;
     stream.synchronize()
 }

@@ -160,6 +160,12 @@ impl GroupState {
         &self.workspace
     }
 
+    /// What is prepared next reads these tensors: a [part](StepPtrs::part) of the step's, or all of them.
+    pub fn set_tensors(&mut self, ptrs: StepPtrs) {
+        self.ptrs = ptrs;
+        self.prepared = None;
+    }
+
     /// Takes another workspace, at a step boundary: what was prepared is forgotten. Graphs that were captured with the old one
     /// keep it, and must not be replayed any more.
     pub fn set_workspace(&mut self, workspace: Arc<Workspace>) {
@@ -357,6 +363,8 @@ pub(crate) fn of_field(field: &'static str) -> impl Fn(LowerError) -> PrepareErr
     move |error| match error {
         LowerError::Resolve(error) => PrepareError::Tensor { field, error },
         LowerError::Pack(error) => PrepareError::Pack(error),
-        LowerError::TableWidth { .. } => inconsistent(field, error.to_string()),
+        LowerError::TableWidth { .. } | LowerError::Part { .. } => {
+            inconsistent(field, error.to_string())
+        }
     }
 }

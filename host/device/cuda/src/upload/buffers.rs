@@ -24,6 +24,8 @@ pub struct StepLimits {
 pub struct StepPtrs {
     /// What the sizes below are made from.
     pub limits: StepLimits,
+    /// Rows of the step before these: 0, or the first row of a [part](StepPtrs::part).
+    pub first_row: usize,
     /// `s32 [T]`
     pub token_ids: DevicePtr,
     /// `s64 [T]`
@@ -65,6 +67,7 @@ impl StepPtrs {
         };
         let ptrs = Self {
             limits,
+            first_row: 0,
             token_ids: take(tokens, 4),
             positions: take(tokens, 8),
             slot_mapping: take(tokens, 8),
@@ -77,6 +80,24 @@ impl StepPtrs {
             causal: take(rows, 4),
         };
         (ptrs, end)
+    }
+
+    /// The addresses for a part of the step whose rows begin at `first_row` and whose tokens at `first_token`, as if it were a
+    /// step of its own. Its query starts begin at 0, which the device's do not: they travel by value, or are rebased.
+    #[must_use]
+    pub fn part(&self, first_row: usize, first_token: usize) -> Self {
+        Self {
+            first_row,
+            token_ids: self.token_ids.offset(4 * first_token),
+            positions: self.positions.offset(8 * first_token),
+            slot_mapping: self.slot_mapping.offset(8 * first_token),
+            seq_lens: self.seq_lens.offset(4 * first_row),
+            block_table: self
+                .block_table
+                .offset(4 * first_row * self.limits.table_width),
+            causal: self.causal.offset(4 * first_row),
+            ..*self
+        }
     }
 
     /// Where the first `num_tokens` token ids go; the rest of them becomes 0.
@@ -127,6 +148,7 @@ impl StepPtrs {
     /// The device's own tensor of `input`, if it keeps one: its address, and bytes of an element.
     pub(crate) fn of(&self, input: Input) -> Option<(DevicePtr, usize)> {
         match input {
+            Input::QueryStartLoc if self.first_row > 0 => None,
             Input::QueryStartLoc => Some((self.query_start_loc, 4)),
             Input::SeqLens => Some((self.seq_lens, 4)),
             Input::BlockTable => Some((self.block_table, 4)),
@@ -213,5 +235,11 @@ mod tests {
             p.table_run(2, 3, 4).ptr.raw(),
             p.block_table.raw() + (2 * 9 + 3) * 4
         );
+        let part = p.part(2, 30);
+        assert_eq!(part.block_table, p.table_run(2, 0, 9).ptr);
+        assert_eq!(part.seq_lens.raw(), p.seq_lens.raw() + 2 * 4);
+        assert_eq!(part.slot_mapping.raw(), p.slot_mapping.raw() + 30 * 8);
+        assert_eq!(part.of(Input::QueryStartLoc), None);
+        assert_eq!(p.part(0, 0), p);
     }
 }

@@ -30,6 +30,14 @@ pub enum LowerError {
         /// The device's.
         expected: usize,
     },
+    /// An expression that is evaluated for whole steps only, of families that this device does not run.
+    #[error("{what} is not evaluated for a part of a step, which begins at row {first_row}")]
+    Part {
+        /// The expression.
+        what: &'static str,
+        /// The part's first row.
+        first_row: usize,
+    },
 }
 
 /// What tensors of one step are evaluated from.
@@ -119,6 +127,7 @@ pub(crate) fn lower_tensor(
             lower.pages(&selection.rows, Some(&selection.columns), siblings, sink)
         }
         Tensor::StateIndices(gather) => {
+            context.whole("state indices")?;
             context.check_width()?;
             for &row in &gather.rows {
                 let first = match gather.column {
@@ -147,6 +156,7 @@ pub(crate) fn lower_tensor(
             lower.host_rows("extra", data, &gather.rows, sink)
         }
         Tensor::RowMask(rows) => {
+            context.whole("a row mask")?;
             for &row in rows {
                 context.row("row mask", row)?;
             }
@@ -161,6 +171,7 @@ pub(crate) fn lower_tensor(
             )
         }
         Tensor::RowTokens(rows) => {
+            context.whole("rows' tokens")?;
             let mut tokens = 0;
             for &row in rows {
                 let row = context.row("query_start_loc", row)?;
@@ -169,6 +180,7 @@ pub(crate) fn lower_tensor(
             lower.by_row(UnpackKind::RowTokens, rows, 1, 0, Some(tokens), sink)
         }
         Tensor::TokenToRow => {
+            context.whole("tokens' rows")?;
             for row in 0..context.num_rows() {
                 context.query_len(row)?;
             }
@@ -294,6 +306,11 @@ impl Lower<'_> {
         Ok(sink.values(self.what, self.to, &values)?)
     }
 
+    /// The first of a range of rows among the device's.
+    fn first_row(&self, range: &std::ops::Range<usize>) -> i32 {
+        (self.context.ptrs.first_row + range.start) as i32
+    }
+
     /// An operation on rows [start, end) that gives `len` elements.
     fn rows(
         &self,
@@ -307,7 +324,7 @@ impl Lower<'_> {
         Ok(sink.push(
             self.what,
             UnpackOp {
-                first_row: range.start as i32,
+                first_row: self.first_row(range),
                 option,
                 ..op(kind, self.to, range.len(), 0)
             },
@@ -393,7 +410,7 @@ impl Lower<'_> {
         Ok(sink.push(
             self.what,
             UnpackOp {
-                first_row: range.start as i32,
+                first_row: self.first_row(&range),
                 list2,
                 ..op(kind, self.to, range.len(), list)
             },
@@ -453,7 +470,7 @@ impl Lower<'_> {
         sink.push(
             self.what,
             UnpackOp {
-                first_row: range.start as i32,
+                first_row: self.first_row(&range),
                 width: chunks.block_m.min(i32::MAX as u32) as i32,
                 ..op(kind, own, range.len(), 0)
             },
@@ -471,6 +488,14 @@ impl Lower<'_> {
 }
 
 impl<'a> LowerContext<'a> {
+    /// Is it the whole step?
+    fn whole(&self, what: &'static str) -> Result<(), LowerError> {
+        match self.ptrs.first_row {
+            0 => Ok(()),
+            first_row => Err(LowerError::Part { what, first_row }),
+        }
+    }
+
     /// An s32 input on the host.
     fn host(&self, input: Input) -> Result<&'a [i32], ResolveError> {
         let inputs = self.inputs;
