@@ -6,6 +6,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 
+use timetable_sandbox::TenantName;
+
 use crate::commands::reload::Reload;
 use crate::device::DeviceArg;
 
@@ -207,6 +209,10 @@ pub struct Generate {
     /// A prompt; give it several times to run several as one batch
     #[arg(short, long, value_name = "TEXT", required = true)]
     pub prompt: Vec<String>,
+
+    /// Whose the prompts are: a tenant of the configuration; where none is configured, a name that keeps cached prefixes apart
+    #[arg(long, value_name = "NAME")]
+    pub tenant: Option<TenantName>,
 
     /// Apply the model's chat template, each prompt as one user message
     #[arg(long)]

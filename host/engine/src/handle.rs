@@ -18,6 +18,7 @@ use timetable_sandbox::ReloadHandle;
 use crate::{
     engine::Engine,
     output::{FinishReason, GenerationRequest, RequestError, RequestId, RequestUpdate},
+    tenants::TenantStats,
     timings::EngineStats,
 };
 
@@ -109,6 +110,7 @@ pub struct EngineHandle {
     next_id: AtomicU64,
     reload_handles: Vec<ReloadHandle>,
     stats: Arc<Mutex<EngineStats>>,
+    tenants: Arc<Mutex<Vec<TenantStats>>>,
     fatal: Arc<OnceLock<String>>,
 }
 
@@ -117,16 +119,18 @@ impl EngineHandle {
     ///
     /// # Errors
     /// If the operating system gives no thread.
-    pub fn spawn(engine: Engine) -> std::io::Result<Self> {
+    pub fn spawn(mut engine: Engine) -> std::io::Result<Self> {
         let (commands, inbox) = unbounded();
         let reload_handles = engine.reload_handles();
         let stats = Arc::new(Mutex::new(engine.stats()));
+        let tenants = Arc::new(Mutex::new(engine.tenant_stats().to_vec()));
         let fatal = Arc::new(OnceLock::new());
         let mut step_loop = StepLoop {
             engine,
             inbox,
             readers: HashMap::new(),
             stats: stats.clone(),
+            tenants: tenants.clone(),
             fatal: fatal.clone(),
         };
         let thread = std::thread::Builder::new()
@@ -138,6 +142,7 @@ impl EngineHandle {
             next_id: AtomicU64::new(0),
             reload_handles,
             stats,
+            tenants,
             fatal,
         })
     }
@@ -176,6 +181,22 @@ impl EngineHandle {
         move || *stats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Counts for each tenant, as of the last step; see [`Engine::tenant_stats`].
+    pub fn tenant_stats(&self) -> Vec<TenantStats> {
+        self.tenant_stats_reader()()
+    }
+
+    /// As [`EngineHandle::tenant_stats`], for whoever outlives this handle or is on another thread.
+    pub fn tenant_stats_reader(&self) -> impl Fn() -> Vec<TenantStats> + Send + Sync + use<> {
+        let tenants = self.tenants.clone();
+        move || {
+            tenants
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone()
+        }
+    }
+
     /// Why the engine takes no further request: its device is gone. None while it lives. Requests that ran have ended with
     /// this error; new ones do at once.
     pub fn fatal_error(&self) -> Option<String> {
@@ -209,6 +230,7 @@ struct StepLoop {
     inbox: Receiver<Command>,
     readers: HashMap<RequestId, Sender<RequestEvent>>,
     stats: Arc<Mutex<EngineStats>>,
+    tenants: Arc<Mutex<Vec<TenantStats>>>,
     fatal: Arc<OnceLock<String>>,
 }
 
@@ -302,5 +324,7 @@ impl StepLoop {
             self.readers.remove(&id);
         }
         *self.stats.lock().unwrap_or_else(PoisonError::into_inner) = self.engine.stats();
+        let mut published = self.tenants.lock().unwrap_or_else(PoisonError::into_inner);
+        published.clone_from_slice(self.engine.tenant_stats());
     }
 }

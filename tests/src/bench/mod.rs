@@ -10,6 +10,7 @@ mod host_step;
 mod peer;
 mod reload;
 mod soak;
+mod tenants;
 mod verify;
 
 use std::fmt::Write as _;
@@ -94,7 +95,7 @@ pub struct Benchmark {
 }
 
 /// All of them, in the order in which they run.
-pub static BENCHMARKS: [Benchmark; 7] = [
+pub static BENCHMARKS: [Benchmark; 8] = [
     Benchmark {
         name: "build",
         what: "a component's `build` of decode steps, and its native twin's in turn",
@@ -129,6 +130,11 @@ pub static BENCHMARKS: [Benchmark; 7] = [
         name: "soak",
         what: "staged reloads without end: requests, memory, and the steps meanwhile; two minutes",
         measure: soak::measure,
+    },
+    Benchmark {
+        name: "tenants",
+        what: "the steps of a tenant beside one whose builder misbehaves",
+        measure: tenants::measure,
     },
 ];
 

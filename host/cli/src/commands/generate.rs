@@ -133,6 +133,7 @@ fn answer(
             engine.submit(GenerationRequest {
                 prompt: prompt.clone(),
                 params: params.clone(),
+                tenant: arguments.tenant.clone(),
                 ..GenerationRequest::default()
             })
         })
