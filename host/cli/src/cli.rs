@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 
+use serde::{Deserialize, Serialize};
 use timetable_sandbox::TenantName;
 
 use crate::commands::reload::Reload;
@@ -19,7 +20,7 @@ Exit codes:
   1  something failed while it ran
   2  the command line was not understood
   3  a batch was refused, by the verifier or by the builder itself
-  4  an input is not usable: a model, a component, a step description, a directory
+  4  an input is not usable: a model, a component, a step description, a directory, a configuration
   5  no running host answers at the admin socket, or another one holds it
   6  the GPU cannot be used, has too little memory, or was lost";
 
@@ -83,6 +84,10 @@ Examples:
   timetable explain-graphs --mode FULL_AND_PIECEWISE --backend FLASHINFER --num-speculative-tokens 3
   timetable explain-graphs --mode FULL --backend FLASH_ATTN=UNIFORM_BATCH --backend TRITON_ATTN --no-splitting-ops")]
     ExplainGraphs(ExplainGraphs),
+
+    /// Check, show or print the operator's configuration, or apply it to the running host
+    #[command(subcommand)]
+    Config(ConfigCommand),
 
     /// Check every CUDA kernel on this machine's GPU against references in f64, on fresh random inputs
     #[command(after_help = "\
@@ -163,7 +168,8 @@ Examples:
 }
 
 /// Weights in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum WeightsArg {
     /// As in the file: quantised blocks stay quantised
     Auto,
@@ -172,7 +178,8 @@ pub enum WeightsArg {
 }
 
 /// Element type of the model: weights, activations and what attention is handed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum DtypeArg {
     /// bfloat16 on a GPU, float32 on the CPU
     Auto,
@@ -185,7 +192,8 @@ pub enum DtypeArg {
 }
 
 /// Element type of the KV cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum KvCacheDtypeArg {
     /// The model's
     Auto,
@@ -197,6 +205,7 @@ pub enum KvCacheDtypeArg {
     Float16,
     /// 8-bit floats of 4 exponent bits; on a GPU
     #[value(alias = "fp8_e4m3")]
+    #[serde(alias = "fp8_e4m3")]
     Fp8,
 }
 
@@ -246,21 +255,32 @@ pub struct Generate {
     #[arg(long)]
     pub ignore_eos: bool,
 
-    /// Weights in memory; a GPU has them in --dtype
-    #[arg(long, value_enum, default_value_t = WeightsArg::Auto)]
-    pub weights: WeightsArg,
-
-    /// Where the model runs: cpu, cuda (the first GPU), cuda:N
-    #[arg(long, value_name = "DEVICE", default_value_t = DeviceArg::Cpu)]
-    pub device: DeviceArg,
-
-    /// Element type of the model
-    #[arg(long, value_enum, default_value_t = DtypeArg::Auto)]
-    pub dtype: DtypeArg,
-
     /// Print one JSON object at the end instead of streaming text
     #[arg(long)]
     pub json: bool,
+
+    #[command(flatten)]
+    pub settings: SettingArgs,
+}
+
+/// Flags that a configuration file may say as well: each comes before the file, and the file before the default.
+#[derive(Clone, Debug, Args)]
+pub struct SettingArgs {
+    /// A TOML file with settings; flags come before it. `timetable config default` prints a complete one
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub config: Option<PathBuf>,
+
+    /// Where the model runs: cpu, cuda (the first GPU), cuda:N [default: cpu]
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<DeviceArg>,
+
+    /// Element type of the model [default: auto]
+    #[arg(long, value_enum)]
+    pub dtype: Option<DtypeArg>,
+
+    /// Weights in memory; a GPU has them in --dtype [default: auto]
+    #[arg(long, value_enum)]
+    pub weights: Option<WeightsArg>,
 
     #[command(flatten, next_help_heading = "Attention")]
     pub attention: AttentionArgs,
@@ -272,11 +292,11 @@ pub struct Generate {
     pub host: HostArgs,
 }
 
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct AttentionArgs {
-    /// The attention backend of every layer; an explicit choice never falls back
-    #[arg(long, value_name = "NAME", default_value = "FLASH_ATTN")]
-    pub attention_backend: String,
+    /// The attention backend of every layer; an explicit choice never falls back [default: FLASH_ATTN]
+    #[arg(long, value_name = "NAME")]
+    pub attention_backend: Option<String>,
 
     /// A component for a backend instead of the embedded one, as BACKEND=PATH or BACKEND=oci://REGISTRY/REPOSITORY@sha256:…
     #[arg(long, value_name = "BACKEND=PATH", value_parser = key_value)]
@@ -290,9 +310,9 @@ pub struct AttentionArgs {
     #[arg(long, value_name = "KEY=VALUE", value_parser = key_value)]
     pub builder_option: Vec<(String, String)>,
 
-    /// Element type of the KV cache
-    #[arg(long, value_enum, default_value_t = KvCacheDtypeArg::Auto)]
-    pub kv_cache_dtype: KvCacheDtypeArg,
+    /// Element type of the KV cache [default: auto]
+    #[arg(long, value_enum)]
+    pub kv_cache_dtype: Option<KvCacheDtypeArg>,
 
     /// The CUDA graph mode to ask for: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, FULL_AND_PIECEWISE [default:
     /// FULL_AND_PIECEWISE on a GPU; the CPU captures none, whatever is asked]
@@ -304,19 +324,19 @@ pub struct AttentionArgs {
     pub cudagraph_capture_sizes: Option<Vec<u32>>,
 }
 
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct SchedulingArgs {
-    /// Tokens of one KV cache block
-    #[arg(long, value_name = "N", default_value_t = 16)]
-    pub block_size: usize,
+    /// Tokens of one KV cache block [default: 16]
+    #[arg(long, value_name = "N")]
+    pub block_size: Option<usize>,
 
-    /// Requests that run at the same time, at most
-    #[arg(long, value_name = "N", default_value_t = 64)]
-    pub max_num_seqs: usize,
+    /// Requests that run at the same time, at most [default: 64]
+    #[arg(long, value_name = "N")]
+    pub max_num_seqs: Option<usize>,
 
-    /// Tokens of one step, at most; a longer prompt is prefilled in chunks
-    #[arg(long, value_name = "N", default_value_t = 512)]
-    pub max_num_batched_tokens: usize,
+    /// Tokens of one step, at most; a longer prompt is prefilled in chunks [default: 512]
+    #[arg(long, value_name = "N")]
+    pub max_num_batched_tokens: Option<usize>,
 
     /// Longest prompt with its answer, in tokens; default: what the model was trained for
     #[arg(long, value_name = "N")]
@@ -327,12 +347,13 @@ pub struct SchedulingArgs {
     pub num_gpu_blocks_override: Option<usize>,
 
     /// On the CPU: share of the machine's memory that model and KV cache may take together, found by a profile run
-    #[arg(long, value_name = "F", default_value_t = 0.4)]
-    pub memory_fraction: f64,
+    /// [default: 0.4]
+    #[arg(long, value_name = "F")]
+    pub memory_fraction: Option<f64>,
 
-    /// On a GPU: share of its memory that weights, activations, graphs and KV cache may take together
-    #[arg(long, value_name = "F", default_value_t = 0.9)]
-    pub gpu_memory_utilization: f64,
+    /// On a GPU: share of its memory that weights, activations, graphs and KV cache may take together [default: 0.9]
+    #[arg(long, value_name = "F")]
+    pub gpu_memory_utilization: Option<f64>,
 
     /// Prepare a step while the one before it runs [default: on a GPU]
     #[arg(long, overrides_with = "no_async_scheduling")]
@@ -355,7 +376,7 @@ pub struct SchedulingArgs {
     pub threads: Option<u16>,
 }
 
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct HostArgs {
     /// The admin socket, mode 0600; `none` opens none [default: under the runtime directory]
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
@@ -381,9 +402,9 @@ pub struct HostArgs {
     #[arg(long, value_name = "MIB", default_value_t = 1024, requires = "record")]
     pub record_max_mib: u64,
 
-    /// What becomes of a step in which the builder faults
-    #[arg(long, value_enum, default_value_t = OnFaultArg::Fallback)]
-    pub on_builder_fault: OnFaultArg,
+    /// What becomes of a step in which the builder faults [default: fallback]
+    #[arg(long, value_enum)]
+    pub on_builder_fault: Option<OnFaultArg>,
 
     /// Mark the parts of each step for a profiler of NVIDIA's (NVTX ranges), where its library is installed
     #[arg(long)]
@@ -420,6 +441,61 @@ pub struct Rollback {
 
 #[derive(Debug, Args)]
 pub struct Builders {
+    #[command(flatten)]
+    pub admin: AdminArgs,
+}
+
+/// What `timetable config` does.
+#[derive(Debug, Subcommand)]
+#[allow(clippy::large_enum_variant, reason = "parsed once")]
+pub enum ConfigCommand {
+    /// Check a file: every problem with its line, or what differs from the defaults
+    Check(ConfigCheck),
+
+    /// Show every setting in force, and whether it comes from a flag, the file or the default
+    Show(ConfigShow),
+
+    /// Print a complete file: every setting with its documentation and its default
+    Default(ConfigDefault),
+
+    /// Make the running host read the file anew: what can change while it runs does, the rest is named
+    Apply(ConfigApply),
+}
+
+#[derive(Debug, Args)]
+pub struct ConfigCheck {
+    /// The file
+    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub path: PathBuf,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ConfigShow {
+    #[command(flatten)]
+    pub settings: SettingArgs,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ConfigDefault {
+    /// Print the same as Markdown tables
+    #[arg(long)]
+    pub markdown: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ConfigApply {
+    /// The file
+    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub path: PathBuf,
+
     #[command(flatten)]
     pub admin: AdminArgs,
 }
@@ -664,7 +740,8 @@ pub struct Bench {
 }
 
 /// What becomes of a step in which the builder faults.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum OnFaultArg {
     /// The plain builder builds it
     Fallback,

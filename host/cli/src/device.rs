@@ -3,11 +3,13 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use timetable_engine::cuda::MemoryReport;
 
 /// The CPU, or a CUDA device by its ordinal.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub enum DeviceArg {
     /// This machine's processor.
     #[default]
@@ -33,6 +35,20 @@ impl FromStr for DeviceArg {
                 "`{text}` is no device: give cpu, cuda, or cuda:N with N the device's ordinal"
             )),
         }
+    }
+}
+
+impl TryFrom<String> for DeviceArg {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<DeviceArg> for String {
+    fn from(device: DeviceArg) -> String {
+        device.to_string()
     }
 }
 

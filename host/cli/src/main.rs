@@ -4,6 +4,7 @@
 mod admin;
 mod cli;
 mod commands;
+mod config;
 mod device;
 mod exit;
 mod provenance;
@@ -33,6 +34,7 @@ fn main() -> ExitCode {
         Command::Build(arguments) => commands::build::run(&arguments),
         Command::Backends(arguments) => commands::backends::run(&arguments),
         Command::ExplainGraphs(arguments) => commands::explain_graphs::run(&arguments),
+        Command::Config(command) => commands::config::run(&command),
         Command::Selftest(arguments) => commands::selftest::run(&arguments),
         Command::Bench(arguments) => commands::bench::run(&arguments),
         Command::Replay(arguments) => commands::replay::run(&arguments),

@@ -345,7 +345,12 @@ pub enum EngineError {
 }
 
 impl EngineConfig {
-    pub(crate) fn check(&self, max_position_embeddings: usize) -> Result<(), EngineError> {
+    /// Looks at every number, and at what they mean for each other.
+    ///
+    /// # Errors
+    /// The first setting that is out of range, with what is accepted. `max_position_embeddings` is the model's context in
+    /// tokens; `usize::MAX` where there is no model yet.
+    pub fn check(&self, max_position_embeddings: usize) -> Result<(), EngineError> {
         let refuse = |name, value: String, remedy| {
             Err(EngineError::Setting {
                 name,

@@ -183,39 +183,45 @@ impl Limits {
         (self.watchdog.as_nanos().div_ceil(tick) + 1) as u64
     }
 
-    /// What is wrong with these limits, if anything: field, value, remedy.
+    /// The first thing that is wrong with these limits, if anything: field, value, remedy.
     pub(crate) fn problem(&self) -> Option<String> {
+        self.problems().into_iter().next()
+    }
+
+    /// Everything that is wrong with these limits. Each begins with the field and its value and ends with the remedy.
+    pub fn problems(&self) -> Vec<String> {
+        let mut found = Vec::new();
         if self.watchdog < Duration::from_millis(100) {
-            return Some(format!(
+            found.push(format!(
                 "watchdog is {:?}; use at least 100 ms, or healthy builders die on a busy machine",
                 self.watchdog
             ));
         }
         if self.watchdog_tick < Duration::from_millis(1) || self.watchdog_tick > self.watchdog {
-            return Some(format!(
+            found.push(format!(
                 "watchdog_tick is {:?}; use 1 ms up to watchdog ({:?})",
                 self.watchdog_tick, self.watchdog
             ));
         }
         if self.max_memory_bytes < 64 * KIB || self.max_memory_bytes as u64 > 1 << 32 {
-            return Some(format!(
+            found.push(format!(
                 "max_memory_bytes is {}; use 64 KiB (one wasm page) up to 4 GiB",
                 self.max_memory_bytes
             ));
         }
         if self.memory_reservation_bytes < self.max_memory_bytes as u64 {
-            return Some(format!(
+            found.push(format!(
                 "memory_reservation_bytes is {}, below max_memory_bytes {}; reserve at least the cap",
                 self.memory_reservation_bytes, self.max_memory_bytes
             ));
         }
         if self.max_instances == 0 || self.max_instances > 10_000 {
-            return Some(format!(
+            found.push(format!(
                 "max_instances is {}; use 1 to 10,000",
                 self.max_instances
             ));
         }
-        None
+        found
     }
 }
 

@@ -106,16 +106,22 @@ impl Default for FaultPolicy {
 }
 
 impl FaultPolicy {
-    /// What is wrong with this policy, if anything: field, value, remedy.
+    /// The first thing that is wrong with this policy, if anything: field, value, remedy.
     pub(crate) fn problem(&self) -> Option<String> {
+        self.problems().into_iter().next()
+    }
+
+    /// Everything that is wrong with this policy. Each begins with the field and its value and ends with the remedy.
+    pub fn problems(&self) -> Vec<String> {
+        let mut found = Vec::new();
         if !(1..=1000).contains(&self.quarantine_faults) {
-            return Some(format!(
+            found.push(format!(
                 "quarantine_faults is {}; use 1 to 1,000",
                 self.quarantine_faults
             ));
         }
         if self.window_steps < self.quarantine_faults {
-            return Some(format!(
+            found.push(format!(
                 "window_steps is {}, below quarantine_faults {}; that many faults never fit it",
                 self.window_steps, self.quarantine_faults
             ));
@@ -123,12 +129,12 @@ impl FaultPolicy {
         if self.build_budget.per_step.is_zero()
             || self.build_budget.reserve < Duration::from_millis(1)
         {
-            return Some(format!(
+            found.push(format!(
                 "build_budget is {:?} a step and {:?} in reserve; use more than nothing, and at least 1 ms",
                 self.build_budget.per_step, self.build_budget.reserve
             ));
         }
-        None
+        found
     }
 }
 

@@ -228,7 +228,8 @@ impl ReloadHandle {
 
     /// Goes back to the version before, which was kept ready; it takes over at the next step boundary, and the present one
     /// becomes the previous. If a candidate is being tried, or a reload is still waiting for its step boundary, that is withdrawn
-    /// instead. Returns the version that serves then; a candidate's own, if that is the plain builder.
+    /// instead. Returns the version that serves then; a candidate's own, if that is the plain builder. Later reloads have its
+    /// options.
     pub fn rollback(&self) -> Result<VersionInfo, ReloadError> {
         self.on_reload_thread(|shared| {
             if let Some(withdrawn) = withdraw(shared, Withdrawal::RolledBack) {
@@ -240,6 +241,7 @@ impl ReloadHandle {
             if shared.pending.withdraw().is_some()
                 && let Some(active) = shared.active.load_full()
             {
+                shared.config.store(active.config.clone());
                 return Ok(active.info.clone());
             }
             let mut ready = lock(&shared.previous)
@@ -248,6 +250,7 @@ impl ReloadHandle {
             // It serves without a spare if none can be made: better than staying with a version that is not wanted.
             ready.spare = make(shared, &ready.version.component, &ready.version.config).ok();
             let version = ready.version.clone();
+            shared.config.store(version.config.clone());
             drop(shared.pending.put(ready));
             Ok(version.info.clone())
         })

@@ -115,6 +115,11 @@ impl Sandbox {
             .store(Some(Arc::new(BundleWriter::new(dir))));
     }
 
+    /// From here on, faults are counted and not kept.
+    pub fn keep_no_faults(&self) {
+        self.shared.bundles.store(None);
+    }
+
     /// What became of fault bundles so far. None: faults are not kept.
     pub fn bundle_figures(&self) -> Option<BundleFigures> {
         self.bundles().map(|bundles| bundles.figures())

@@ -1,7 +1,10 @@
 //! What the socket of a running host controls: its groups' builders, and the record of what is active.
 
+mod configure;
+
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -13,7 +16,10 @@ use timetable_sandbox::{
     Sandbox, SlotState, Stage, StateDir, StateError, VersionInfo,
 };
 
+use self::configure::Settings;
 use super::{Control, Submission};
+use crate::cli::SettingArgs;
+use crate::config::Effective;
 
 /// One attention group of the running engine.
 pub struct Group {
@@ -43,12 +49,14 @@ pub struct Host {
     /// What start-up found: members of the table of builders.
     startup: Value,
     stats: StatsReader,
+    /// What it was configured with. Taken before `state`.
+    settings: Mutex<Option<Settings>>,
     /// How a version gets into service where nobody says it.
-    plan: ReloadPlan,
+    plan: RwLock<ReloadPlan>,
     /// Also serialises changes: one reload or rollback at a time.
     state: Arc<Mutex<Option<StateDir>>>,
     /// Which components may run here.
-    trust: Trust,
+    trust: RwLock<Trust>,
     /// What is known of those that were brought, by content.
     evidence: Mutex<BTreeMap<Digest, Evidence>>,
 }
@@ -74,9 +82,10 @@ impl Host {
             groups,
             startup,
             stats,
-            plan: ReloadPlan::default(),
+            settings: Mutex::new(None),
+            plan: RwLock::default(),
             state,
-            trust: Trust::default(),
+            trust: RwLock::default(),
             evidence: Mutex::default(),
         }
     }
@@ -84,7 +93,7 @@ impl Host {
     /// Runs only what `trust` admits. `evidence` is of the component that serves first.
     #[must_use]
     pub fn trusting(mut self, trust: Trust, evidence: Evidence) -> Self {
-        self.trust = trust;
+        self.trust = RwLock::new(trust);
         self.evidence = Mutex::new(BTreeMap::from([(evidence.content, evidence)]));
         self
     }
@@ -92,8 +101,19 @@ impl Host {
     /// How a version gets into service where nobody says it; at once without this.
     #[must_use]
     pub fn reloading_by(mut self, plan: ReloadPlan) -> Self {
-        self.plan = plan;
+        self.plan = RwLock::new(plan);
         self
+    }
+
+    /// The flags that it was started with and the configuration in force, so that it can be changed.
+    #[must_use]
+    pub fn configured(mut self, flags: SettingArgs, effective: Effective) -> Self {
+        self.settings = Mutex::new(Some(Settings { flags, effective }));
+        self
+    }
+
+    fn trust(&self) -> RwLockReadGuard<'_, Trust> {
+        self.trust.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Remembers what is known of a component for as long as it may come back.
@@ -125,7 +145,7 @@ impl Host {
         let content = Digest(component.0);
         let known = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
         let evidence = known.get(&content).cloned();
-        self.trust
+        self.trust()
             .permits(&evidence.unwrap_or_else(|| Evidence::unsigned(content)))
             .map_err(|error| format!("the previous version's component {error}"))
     }
@@ -324,10 +344,13 @@ impl Control for Host {
         };
         // Before anything else looks at the bytes.
         let evidence = component
-            .map(|bytes| self.trust.admit(bytes, signature))
+            .map(|bytes| self.trust().admit(bytes, signature))
             .transpose()
             .map_err(|error| line(&error))?;
-        let plan = plan.unwrap_or_else(|| self.plan.clone());
+        let plan = plan.unwrap_or_else(|| {
+            let own = self.plan.read().unwrap_or_else(PoisonError::into_inner);
+            own.clone()
+        });
         let loaded = component
             .map(|bytes| self.load(bytes, &groups, backend))
             .transpose()
@@ -407,6 +430,10 @@ impl Control for Host {
             })?;
         }
         Ok(answer)
+    }
+
+    fn configure(&self, path: &str, text: String) -> Result<Value, String> {
+        self.apply(Path::new(path), text)
     }
 
     fn builders(&self) -> Result<Value, String> {

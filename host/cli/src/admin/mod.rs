@@ -19,9 +19,9 @@ pub use server::{Control, Server, Submission};
 use serde::{Deserialize, Serialize};
 use timetable_sandbox::ReloadPlan;
 
-/// The largest component that a reload may bring, in bytes: what the sandbox looks at.
+/// The largest component that a reload may bring, in bytes: the largest that the sandbox may be told to look at.
 pub fn component_bytes_max() -> u64 {
-    timetable_sandbox::Limits::default().max_component_bytes as u64
+    crate::config::COMPONENT_BYTES_MAX
 }
 
 /// The longest line of JSON either side accepts, in bytes.
@@ -56,6 +56,13 @@ pub enum Request {
     },
     /// The table of builders.
     Builders,
+    /// Apply a configuration.
+    Configure {
+        /// Where the file lies, absolute.
+        path: String,
+        /// What it says.
+        text: String,
+    },
 }
 
 /// What the host answers.

@@ -43,6 +43,8 @@ pub trait Control: Send + 'static {
     fn rollback(&self, backend: &str) -> Result<serde_json::Value, String>;
     /// The table of builders.
     fn builders(&self) -> Result<serde_json::Value, String>;
+    /// Applies the configuration `text`, which lies at `path`: whole, or not at all.
+    fn configure(&self, path: &str, text: String) -> Result<serde_json::Value, String>;
 }
 
 impl<C: Control + Sync> Control for Arc<C> {
@@ -54,6 +56,9 @@ impl<C: Control + Sync> Control for Arc<C> {
     }
     fn builders(&self) -> Result<serde_json::Value, String> {
         (**self).builders()
+    }
+    fn configure(&self, path: &str, text: String) -> Result<serde_json::Value, String> {
+        (**self).configure(path, text)
     }
 }
 
@@ -240,6 +245,7 @@ fn handle(
         }
         Request::Rollback { backend } => control.rollback(&backend),
         Request::Builders => control.builders(),
+        Request::Configure { path, text } => control.configure(&path, text),
     }
 }
 
@@ -271,6 +277,9 @@ mod tests {
         }
         fn builders(&self) -> Result<serde_json::Value, String> {
             Ok(json!({ "builders": [] }))
+        }
+        fn configure(&self, path: &str, text: String) -> Result<serde_json::Value, String> {
+            Ok(json!({ "path": path, "text": text }))
         }
     }
 

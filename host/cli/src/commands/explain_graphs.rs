@@ -13,6 +13,7 @@ use super::ask;
 use super::backends::capability;
 use super::{print, print_json};
 use crate::cli::ExplainGraphs;
+use crate::config;
 use crate::exit::{Exit, Failure};
 
 pub fn run(arguments: &ExplainGraphs) -> Result<(), Failure> {
@@ -79,18 +80,8 @@ pub fn run(arguments: &ExplainGraphs) -> Result<(), Failure> {
 }
 
 /// The mode that `flag` names.
-pub(super) fn mode(flag: &str, text: &str) -> Result<CudagraphMode, Failure> {
-    CudagraphMode::ALL
-        .iter()
-        .copied()
-        .find(|mode| mode.name().eq_ignore_ascii_case(text))
-        .ok_or_else(|| {
-            let valid: Vec<&str> = CudagraphMode::ALL.iter().map(|mode| mode.name()).collect();
-            Failure::new(
-                Exit::Usage,
-                format!("{flag} {text}: unknown; valid are {}", valid.join(", ")),
-            )
-        })
+fn mode(flag: &str, text: &str) -> Result<CudagraphMode, Failure> {
+    config::mode(text).map_err(|problem| Failure::new(Exit::Usage, format!("{flag} {problem}")))
 }
 
 /// `NAME`, whose builder says what it supports, or `NAME=SUPPORT`. Where this binary has the component, the component is

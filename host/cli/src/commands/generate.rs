@@ -17,19 +17,21 @@ use timetable_record::RecorderHandle;
 use self::stream::Answer;
 use super::print_json;
 use crate::admin::{self, Control, Server};
-use crate::cli::Generate;
+use crate::cli::{Generate, SettingArgs};
+use crate::config::{self, Effective};
 use crate::exit::{Exit, Failure};
 
 pub fn run(arguments: &Generate) -> Result<(), Failure> {
     // What can be refused at once is refused before a model is loaded.
     let params = sampling(arguments)?;
-    let socket = socket(arguments.host.admin.as_deref())?;
+    let settings = settings(&arguments.settings)?;
+    let socket = socket(settings.config.admin.socket.as_deref())?;
     let setup::Running {
         engine,
         tokenizer,
         host,
         recording,
-    } = setup::start(arguments)?;
+    } = setup::start(arguments, &settings)?;
     let host = Arc::new(host);
     let _server = match &socket {
         Some(path) => Some(Server::start(path, Arc::clone(&host))?),
@@ -65,6 +67,13 @@ pub fn run(arguments: &Generate) -> Result<(), Failure> {
         (None, Some(message)) => Err(Failure::new(Exit::Device, message)),
         (None, None) => Ok(()),
     }
+}
+
+/// The configuration in force: flags over the file over the defaults.
+pub fn settings(arguments: &SettingArgs) -> Result<Effective, Failure> {
+    Effective::load(arguments.config.as_deref(), |file| {
+        config::flags(arguments, file)
+    })
 }
 
 fn sampling(arguments: &Generate) -> Result<SamplingParams, Failure> {

@@ -7,6 +7,7 @@ pub mod build;
 pub mod check;
 pub mod componentize;
 pub mod components;
+pub mod config;
 pub mod control;
 pub mod explain_graphs;
 pub mod generate;

@@ -13,10 +13,10 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use timetable_attention::FaultKind;
 
-use super::FaultBundle;
+use super::{FaultBundle, MAX_BUNDLE_BYTES};
 use crate::{
     ContentHash, DirError,
     mailbox::lock,
@@ -27,7 +27,8 @@ const WHAT: &str = "the fault directory";
 const ENDING: &str = ".ttfault";
 
 /// Bounds on what the fault directory keeps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct BundleLimits {
     /// Files. Default: 64.
     pub max_files: usize,
@@ -54,6 +55,28 @@ impl Default for BundleLimits {
             max_step_bytes: 256 << 10,
             max_refused_step_bytes: 16 << 20,
         }
+    }
+}
+
+impl BundleLimits {
+    /// What is wrong with these limits: field, value, remedy.
+    pub fn problems(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        if self.max_files == 0 {
+            found.push("max_files is 0; use at least 1, or keep no faults".to_owned());
+        }
+        if !(1..=MAX_BUNDLE_BYTES).contains(&self.max_bundle_bytes) {
+            found.push(format!(
+                "max_bundle_bytes is {}; use 1 to {MAX_BUNDLE_BYTES}, the largest bundle that is read",
+                self.max_bundle_bytes
+            ));
+        } else if self.max_bytes < self.max_bundle_bytes {
+            found.push(format!(
+                "max_bytes is {}, below max_bundle_bytes {}; the directory must hold one bundle",
+                self.max_bytes, self.max_bundle_bytes
+            ));
+        }
+        found
     }
 }
 

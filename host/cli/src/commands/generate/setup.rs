@@ -3,28 +3,24 @@
 use std::sync::{Arc, OnceLock};
 
 use serde_json::{Value, json};
-use timetable_attention::backend::BackendRegistry;
 use timetable_attention::graphs::Outcome;
 use timetable_engine::cuda::{CudaExecutor, CudaStartError, MemoryReport};
 use timetable_engine::model::{LoadOptions, Model, Weights};
 use timetable_engine::tokenizer::Tokenizer;
 use timetable_engine::{
-    AttentionPlan, BuilderSource, CacheSize, CpuExecutor, DeviceChoice, Engine, EngineConfig,
-    EngineError, EngineHandle, Executor, KvCacheDtype, ModelDtype,
+    AttentionPlan, BuilderSource, CpuExecutor, DeviceChoice, Engine, EngineConfig, EngineError,
+    EngineHandle, Executor,
 };
-use timetable_provenance::{Fetched, Source};
+use timetable_provenance::Fetched;
 use timetable_record::{RecorderHandle, RecorderOptions};
-use timetable_sandbox::{
-    BundleLimits, CodeCache, Component, FaultDir, FaultPolicy, Limits, OnFault, ReloadPlan,
-    Sandbox, StateDir,
-};
+use timetable_sandbox::{CodeCache, Component, FaultDir, Sandbox, StateDir};
 
-use crate::admin::{Group, Host, component_bytes_max};
-use crate::cli::{DtypeArg, Generate, KvCacheDtypeArg, OnFaultArg, WeightsArg};
+use crate::admin::{Group, Host};
+use crate::cli::{Generate, WeightsArg};
 use crate::commands::embedded;
-use crate::commands::explain_graphs::mode;
 use crate::commands::progress::Progress;
-use crate::device::{self, DeviceArg};
+use crate::config::{Config, Effective, EngineSettings};
+use crate::device;
 use crate::exit::{Exit, Failure};
 use crate::provenance;
 
@@ -39,34 +35,38 @@ pub struct Running {
     pub recording: Option<RecorderHandle>,
 }
 
-pub fn start(arguments: &Generate) -> Result<Running, Failure> {
+pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Failure> {
     let bad = |error: &dyn std::fmt::Display| Failure::new(Exit::BadInput, error);
-    if let Some(threads) = arguments.scheduling.threads {
+    let Config {
+        engine,
+        limits,
+        faults,
+        admin,
+        ..
+    } = &settings.config;
+    if let Some(threads) = engine.threads {
         rayon::ThreadPoolBuilder::new()
             .num_threads(usize::from(threads))
             .build_global()
             .map_err(Failure::of(Exit::Failure))?;
     }
-    let requested = BackendRegistry::new()
-        .parse(&arguments.attention.attention_backend)
-        .map_err(Failure::of(Exit::Usage))?;
-    let mut config = config(arguments, requested)?;
-    let sandbox = match &arguments.host.cache_dir {
+    let mut config = settings.config.engine_config().map_err(|e| bad(&e))?;
+    let sandbox = match &admin.cache_dir {
         Some(path) => {
             let cache = CodeCache::open(path).map_err(|error| bad(&error))?;
-            Sandbox::with_cache(Limits::default(), cache)
+            Sandbox::with_cache(limits.clone(), cache)
         }
-        None => Sandbox::new(Limits::default()),
+        None => Sandbox::new(limits.clone()),
     }
     .map_err(Failure::of(Exit::Failure))?;
-    if let Some(path) = &arguments.host.fault_dir {
-        let dir = FaultDir::open(path, BundleLimits::default()).map_err(|error| bad(&error))?;
+    if let Some(path) = &faults.dir {
+        let dir = FaultDir::open(path, faults.limits).map_err(|error| bad(&error))?;
         sandbox.keep_faults_in(dir);
     }
-    let (recorder, recording) = match &arguments.host.record {
+    let (recorder, recording) = match &arguments.settings.host.record {
         Some(path) => {
             let options = RecorderOptions {
-                max_bytes: arguments.host.record_max_mib << 20,
+                max_bytes: arguments.settings.host.record_max_mib << 20,
                 ..RecorderOptions::default()
             };
             timetable_record::record(path, sandbox.limits(), options)
@@ -75,16 +75,15 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         }
         None => (None, None),
     };
-    let state = arguments
-        .host
+    let state = admin
         .state_dir
         .as_deref()
         .map(StateDir::open)
         .transpose()
         .map_err(|error| bad(&error))?;
-    let trust = provenance::trust(&provenance::policy(&arguments.host.trust))?;
+    let trust = provenance::trust(&settings.config.provenance)?;
     let open = |backend: &str| {
-        let (origin, fetched, options) = component(arguments, backend, state.as_ref())?;
+        let (origin, fetched, options) = component(arguments, settings, backend, state.as_ref())?;
         let evidence = trust
             .admit(&fetched.component, fetched.signature.as_deref())
             .map_err(|error| bad(&format!("component {origin}: {error}")))?;
@@ -100,18 +99,20 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         &format!("loading {}", arguments.model.display()),
         !arguments.json,
     );
-    if arguments.host.nvtx && !timetable_device_cuda::nvtx::enable() {
+    if engine.nvtx && !timetable_device_cuda::nvtx::enable() {
         eprintln!("timetable: NVIDIA's NVTX library was not found: steps run without ranges");
     }
-    let (executor, memory) = executor(arguments, &config)?;
+    let (executor, memory) = executor(arguments, engine, &config)?;
     let tokenizer = Arc::new(Tokenizer::load(&arguments.model).map_err(|error| bad(&error))?);
     let facts = executor.facts(&config).map_err(|error| refused(&error))?;
     let plan = AttentionPlan::for_device(&config, executor.model_config(), facts)
         .map_err(|error| refused(&error))?;
     let (origin, component, evidence, options) = opened.map_or_else(|| open(plan.backend()), Ok)?;
-    if config.builder_options.is_empty() {
-        config.builder_options = options;
-    }
+    let builder = settings.config.builder(plan.backend());
+    config.builder_options = match builder.options.is_empty() {
+        true => options,
+        false => builder.options(),
+    };
     check_family(&component, &plan)?;
     progress.next("profiling and sizing the KV cache");
     let source = BuilderSource::Component { component, origin };
@@ -129,17 +130,9 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
     }
     progress.finish();
 
-    let policy = FaultPolicy {
-        on_fault: match arguments.host.on_builder_fault {
-            OnFaultArg::Fallback => OnFault::Fallback,
-            OnFaultArg::FailStep => OnFault::FailStep,
-            OnFaultArg::FailClosed => OnFault::FailClosed,
-        },
-        ..FaultPolicy::default()
-    };
     for (handle, _) in engine.group_handles() {
         handle
-            .set_policy(policy)
+            .set_policy(builder.policy)
             .map_err(Failure::of(Exit::Failure))?;
     }
     let groups = engine
@@ -164,13 +157,18 @@ pub fn start(arguments: &Generate) -> Result<Running, Failure> {
         tokenizer,
         host: Host::new(sandbox, groups, startup, stats, state)
             .trusting(trust, evidence)
-            .reloading_by(ReloadPlan::default()),
+            .reloading_by(settings.config.reload.plan())
+            .configured(arguments.settings.clone(), settings.clone()),
         recording,
     })
 }
 
 /// The model on its device; for a GPU, with what will say where its memory went.
-fn executor(arguments: &Generate, config: &EngineConfig) -> Result<OnDevice, Failure> {
+fn executor(
+    arguments: &Generate,
+    settings: &EngineSettings,
+    config: &EngineConfig,
+) -> Result<OnDevice, Failure> {
     if let DeviceChoice::Cuda { .. } = config.device {
         let executor = CudaExecutor::new(config, &arguments.model).map_err(|error| {
             let exit = match error {
@@ -185,11 +183,11 @@ fn executor(arguments: &Generate, config: &EngineConfig) -> Result<OnDevice, Fai
     let model = Model::load(
         &arguments.model,
         LoadOptions {
-            weights: match arguments.weights {
+            weights: match settings.weights {
                 WeightsArg::Auto => Weights::Auto,
                 WeightsArg::F32 => Weights::F32,
             },
-            threads: arguments.scheduling.threads.map(usize::from),
+            threads: settings.threads.map(usize::from),
         },
     )
     .map_err(Failure::of(Exit::BadInput))?;
@@ -208,13 +206,14 @@ fn refused(error: &EngineError) -> Failure {
 /// Where a component came from, its bytes, and the options that it had.
 type Found = (String, Fetched, Vec<(String, String)>);
 
-/// The component that serves: given on the command line, else what was active before, else the embedded one.
+/// The component that serves: configured, else what was active before, else the embedded one.
 fn component(
     arguments: &Generate,
+    settings: &Effective,
     backend: &str,
     state: Option<&StateDir>,
 ) -> Result<Found, Failure> {
-    for (name, _) in &arguments.attention.builder {
+    for (name, _) in &arguments.settings.attention.builder {
         if !name.eq_ignore_ascii_case(backend) {
             return Err(Failure::new(
                 Exit::Usage,
@@ -224,11 +223,8 @@ fn component(
             ));
         }
     }
-    if let Some((_, path)) = arguments.attention.builder.last() {
-        let source: Source = path.parse().map_err(Failure::of(Exit::Usage))?;
-        let signature = arguments.attention.builder_signature.as_deref();
-        let fetched = provenance::fetch(&source, signature, component_bytes_max())?;
-        return Ok((path.clone(), fetched, Vec::new()));
+    if let Some((origin, fetched)) = settings.config.builder(backend).fetch()? {
+        return Ok((origin, fetched, Vec::new()));
     }
     let embedded = embedded(backend)?;
     if let Some(state) = state
@@ -281,66 +277,5 @@ fn startup(engine: &Engine) -> Value {
             "changes": graphs.changes,
         },
         "hazards": engine.startup_report().hazards,
-    })
-}
-
-/// The engine's settings; `requested` is the backend that was named.
-fn config(arguments: &Generate, requested: Option<String>) -> Result<EngineConfig, Failure> {
-    let Generate {
-        attention,
-        scheduling,
-        device,
-        ..
-    } = arguments;
-    let defaults = EngineConfig::default();
-    let (device, graphs, fraction) = match device {
-        DeviceArg::Cpu => (DeviceChoice::Cpu, "NONE", scheduling.memory_fraction),
-        DeviceArg::Cuda(ordinal) => (
-            DeviceChoice::Cuda {
-                ordinal: *ordinal as usize,
-            },
-            "FULL_AND_PIECEWISE",
-            scheduling.gpu_memory_utilization,
-        ),
-    };
-    Ok(EngineConfig {
-        device,
-        model_dtype: match arguments.dtype {
-            DtypeArg::Auto => ModelDtype::Auto,
-            DtypeArg::Bfloat16 => ModelDtype::Bfloat16,
-            DtypeArg::Float16 => ModelDtype::Float16,
-            DtypeArg::Float32 => ModelDtype::Float32,
-        },
-        attention_backend: requested,
-        cudagraph_mode: mode(
-            "--cudagraph-mode",
-            attention.cudagraph_mode.as_deref().unwrap_or(graphs),
-        )?,
-        cudagraph_capture_sizes: attention.cudagraph_capture_sizes.clone(),
-        async_scheduling: match (scheduling.async_scheduling, scheduling.no_async_scheduling) {
-            (true, _) => Some(true),
-            (_, true) => Some(false),
-            _ => None,
-        },
-        max_num_seqs: scheduling.max_num_seqs,
-        max_num_batched_tokens: scheduling.max_num_batched_tokens,
-        max_model_len: scheduling.max_model_len,
-        block_size: scheduling.block_size,
-        batch_invariant: scheduling.batch_invariant,
-        enable_prefix_caching: !scheduling.no_enable_prefix_caching,
-        kv_cache_dtype: match attention.kv_cache_dtype {
-            KvCacheDtypeArg::Auto => KvCacheDtype::Auto,
-            KvCacheDtypeArg::Float32 => KvCacheDtype::Float32,
-            KvCacheDtypeArg::Bfloat16 => KvCacheDtype::Bfloat16,
-            KvCacheDtypeArg::Float16 => KvCacheDtype::Float16,
-            KvCacheDtypeArg::Fp8 => KvCacheDtype::Fp8E4m3,
-        },
-        cache_size: match scheduling.num_gpu_blocks_override {
-            Some(blocks) => CacheSize::Blocks(blocks),
-            None => CacheSize::MemoryFraction(fraction),
-        },
-        num_workers: scheduling.threads.map_or(defaults.num_workers, u32::from),
-        builder_options: attention.builder_option.clone(),
-        ..defaults
     })
 }

@@ -1,0 +1,378 @@
+//! The operator's configuration: one TOML file, the flags over it, the defaults under it, and where each value came from.
+//!
+//! [`settings`] is the table of what may be set; [`File`] reads a file by it and finds every problem; [`Effective`] lays flags
+//! over file over defaults. A new setting is a field of [`Config`] and a row of the table.
+//!
+//! Must never know: a running engine.
+
+mod document;
+mod effective;
+mod file;
+mod flags;
+mod kind;
+mod names;
+mod settings;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use timetable_engine::{
+    CacheSize, DeviceChoice, EngineConfig, EngineError, KvCacheDtype, ModelDtype,
+};
+use timetable_provenance::{Fetched, ProvenancePolicy, Require, Source};
+use timetable_sandbox::{BundleLimits, Canary, FaultPolicy, Gates, Limits, ReloadPlan};
+use timetable_types::CudagraphMode;
+
+pub use document::{default_file, markdown};
+pub use effective::{Effective, Layer, refused};
+pub use file::{File, Problem};
+pub use flags::flags;
+pub use names::mode;
+
+use crate::cli::{DtypeArg, KvCacheDtypeArg, WeightsArg};
+use crate::device::DeviceArg;
+use crate::exit::{Exit, Failure};
+use crate::provenance;
+
+/// The largest component that `limits.max_component_bytes` may allow, in bytes: what the admin socket reads at most.
+pub const COMPONENT_BYTES_MAX: u64 = 256 << 20;
+
+/// Where a setting stands: its tables' names, then its own.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Key(Vec<String>);
+
+impl Key {
+    /// Of a dotted key without quotes.
+    pub fn of(dotted: &str) -> Key {
+        Key(dotted.split('.').map(str::to_owned).collect())
+    }
+
+    /// What `name` is called below this.
+    pub fn child(&self, name: &str) -> Key {
+        let mut parts = self.0.clone();
+        parts.push(name.to_owned());
+        Key(parts)
+    }
+
+    /// The table that it stands in.
+    pub fn parent(&self) -> Key {
+        Key(self.0[..self.0.len().saturating_sub(1)].to_vec())
+    }
+
+    /// Its parts.
+    pub fn parts(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(String::as_str)
+    }
+
+    /// How many parts it has.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+impl fmt::Display for Key {
+    /// As in TOML: with dots, and quotes where a part needs them.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, part) in self.0.iter().enumerate() {
+            if index > 0 {
+                f.write_str(".")?;
+            }
+            let bare = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '*');
+            if !part.is_empty() && part.chars().all(bare) {
+                f.write_str(part)?;
+            } else {
+                f.write_str(&kind::quote(part))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Everything that may be configured. Each table's keys are its fields' names.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// The engine's settings.
+    pub engine: EngineSettings,
+    /// The sandbox's bounds on components.
+    pub limits: Limits,
+    /// Builders by their backend's name in capitals.
+    pub builders: BTreeMap<String, BuilderSettings>,
+    /// How a version gets into service.
+    pub reload: ReloadSettings,
+    /// Which components may run.
+    pub provenance: ProvenancePolicy,
+    /// Fault bundles.
+    pub faults: FaultSettings,
+    /// The host's own places.
+    pub admin: AdminSettings,
+}
+
+/// `[engine]`. Names are the field's.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs, reason = "the table of settings says what each is")]
+pub struct EngineSettings {
+    pub device: DeviceArg,
+    pub dtype: DtypeArg,
+    pub weights: WeightsArg,
+    pub attention_backend: String,
+    pub cudagraph_mode: Option<String>,
+    pub cudagraph_capture_sizes: Option<Vec<u32>>,
+    pub async_scheduling: Option<bool>,
+    pub max_num_seqs: usize,
+    pub max_num_batched_tokens: usize,
+    pub max_model_len: Option<usize>,
+    pub block_size: usize,
+    pub kernel_block_size: Option<usize>,
+    pub enable_prefix_caching: bool,
+    pub kv_cache_dtype: KvCacheDtypeArg,
+    pub num_gpu_blocks_override: Option<usize>,
+    pub memory_fraction: f64,
+    pub gpu_memory_utilization: f64,
+    pub max_num_splits: u32,
+    pub batch_invariant: bool,
+    pub threads: Option<u16>,
+    pub nvtx: bool,
+}
+
+impl Default for EngineSettings {
+    /// The engine's own defaults, but for batches that suit a command line.
+    fn default() -> Self {
+        let engine = EngineConfig::default();
+        EngineSettings {
+            device: DeviceArg::Cpu,
+            dtype: DtypeArg::Auto,
+            weights: WeightsArg::Auto,
+            attention_backend: "FLASH_ATTN".to_owned(),
+            cudagraph_mode: None,
+            cudagraph_capture_sizes: None,
+            async_scheduling: None,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 512,
+            max_model_len: None,
+            block_size: engine.block_size,
+            kernel_block_size: None,
+            enable_prefix_caching: engine.enable_prefix_caching,
+            kv_cache_dtype: KvCacheDtypeArg::Auto,
+            num_gpu_blocks_override: None,
+            memory_fraction: 0.4,
+            gpu_memory_utilization: 0.9,
+            max_num_splits: engine.max_num_splits,
+            batch_invariant: false,
+            threads: None,
+            nvtx: false,
+        }
+    }
+}
+
+/// `[builders.BACKEND]`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct BuilderSettings {
+    /// Where the component is; none: what is active, else the embedded one.
+    pub component: Option<String>,
+    /// Its signature's file; none: what lies beside it.
+    pub signature: Option<PathBuf>,
+    /// Options of its own; part of its version.
+    pub options: BTreeMap<String, String>,
+    /// What is done about its faults.
+    pub policy: FaultPolicy,
+}
+
+impl BuilderSettings {
+    /// The options as a builder is given them.
+    pub fn options(&self) -> Vec<(String, String)> {
+        let options = self.options.iter();
+        options.map(|(k, v)| (k.clone(), v.clone())).collect()
+    }
+
+    /// Brings the component, if one is named: as it is named, and its bytes.
+    ///
+    /// # Errors
+    /// It cannot be brought.
+    pub fn fetch(&self) -> Result<Option<(String, Fetched)>, Failure> {
+        let Some(name) = &self.component else {
+            return Ok(None);
+        };
+        let source: Source = name.parse().map_err(Failure::of(Exit::Usage))?;
+        let fetched = provenance::fetch(&source, self.signature.as_deref(), COMPONENT_BYTES_MAX)?;
+        Ok(Some((name.clone(), fetched)))
+    }
+}
+
+/// `[reload]`: a plan, as it is written.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ReloadSettings {
+    /// Steps in shadow.
+    pub shadow_steps: u32,
+    /// Without a share and without tenants there is none.
+    pub canary: Canary,
+    /// What a candidate must keep to.
+    pub gates: Gates,
+}
+
+impl ReloadSettings {
+    /// The stages that a version goes through where nobody says others.
+    pub fn plan(&self) -> ReloadPlan {
+        let Canary {
+            per_mille, tenants, ..
+        } = &self.canary;
+        ReloadPlan {
+            shadow_steps: self.shadow_steps,
+            canary: (*per_mille > 0 || !tenants.is_empty()).then(|| self.canary.clone()),
+            gates: self.gates,
+        }
+    }
+}
+
+/// `[faults]`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct FaultSettings {
+    /// The fault directory; none: faults are not kept.
+    pub dir: Option<PathBuf>,
+    /// What it keeps.
+    #[serde(flatten)]
+    pub limits: BundleLimits,
+}
+
+/// `[admin]`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AdminSettings {
+    /// The admin socket; `none`: there is none.
+    pub socket: Option<PathBuf>,
+    /// Components by content, and what is active.
+    pub state_dir: Option<PathBuf>,
+    /// Compiled code.
+    pub cache_dir: Option<PathBuf>,
+}
+
+impl Config {
+    /// What is configured for the builder of `backend`.
+    pub fn builder(&self, backend: &str) -> BuilderSettings {
+        self.builders.get(backend).cloned().unwrap_or_default()
+    }
+
+    /// The engine's settings, without the builder's options: which backend it will be may not be known yet.
+    pub fn engine_config(&self) -> Result<EngineConfig, String> {
+        let engine = &self.engine;
+        let defaults = EngineConfig::default();
+        let (device, graphs, fraction) = match engine.device {
+            DeviceArg::Cpu => (
+                DeviceChoice::Cpu,
+                CudagraphMode::None,
+                engine.memory_fraction,
+            ),
+            DeviceArg::Cuda(ordinal) => (
+                DeviceChoice::Cuda {
+                    ordinal: ordinal as usize,
+                },
+                CudagraphMode::FullAndPiecewise,
+                engine.gpu_memory_utilization,
+            ),
+        };
+        Ok(EngineConfig {
+            device,
+            model_dtype: match engine.dtype {
+                DtypeArg::Auto => ModelDtype::Auto,
+                DtypeArg::Bfloat16 => ModelDtype::Bfloat16,
+                DtypeArg::Float16 => ModelDtype::Float16,
+                DtypeArg::Float32 => ModelDtype::Float32,
+            },
+            attention_backend: names::attention_backend(&engine.attention_backend)?,
+            cudagraph_mode: match &engine.cudagraph_mode {
+                Some(mode) => names::mode(mode)?,
+                None => graphs,
+            },
+            cudagraph_capture_sizes: engine.cudagraph_capture_sizes.clone(),
+            async_scheduling: engine.async_scheduling,
+            max_num_seqs: engine.max_num_seqs,
+            max_num_batched_tokens: engine.max_num_batched_tokens,
+            max_model_len: engine.max_model_len,
+            block_size: engine.block_size,
+            kernel_block_size: engine.kernel_block_size,
+            enable_prefix_caching: engine.enable_prefix_caching,
+            kv_cache_dtype: match engine.kv_cache_dtype {
+                KvCacheDtypeArg::Auto => KvCacheDtype::Auto,
+                KvCacheDtypeArg::Float32 => KvCacheDtype::Float32,
+                KvCacheDtypeArg::Bfloat16 => KvCacheDtype::Bfloat16,
+                KvCacheDtypeArg::Float16 => KvCacheDtype::Float16,
+                KvCacheDtypeArg::Fp8 => KvCacheDtype::Fp8E4m3,
+            },
+            cache_size: match engine.num_gpu_blocks_override {
+                Some(blocks) => CacheSize::Blocks(blocks),
+                None => CacheSize::MemoryFraction(fraction),
+            },
+            max_num_splits: engine.max_num_splits,
+            batch_invariant: engine.batch_invariant,
+            num_workers: engine.threads.map_or(defaults.num_workers, u32::from),
+            ..defaults
+        })
+    }
+
+    /// What is wrong with numbers that each may have the value that they have: the setting (or its table), and what to do.
+    fn problems(&self) -> Vec<(Key, String)> {
+        let below = |table: &str, problems: Vec<String>| {
+            let table = Key::of(table);
+            let key = |problem: &str| {
+                let name = problem.split([' ', '.']).next().unwrap_or_default();
+                table.child(name)
+            };
+            let found: Vec<(Key, String)> = problems
+                .into_iter()
+                .map(|problem| (key(&problem), problem))
+                .collect();
+            found
+        };
+        let mut found = below("limits", self.limits.problems());
+        for (backend, builder) in &self.builders {
+            let table = format!("builders.{backend}.policy");
+            found.extend(below(&table, builder.policy.problems()));
+        }
+        let plan = self.reload.plan().problem();
+        found.extend(below("reload", plan.into_iter().collect()));
+        let ProvenancePolicy {
+            require,
+            keys,
+            key_files,
+            allowed_hashes,
+            allowed_hashes_files,
+        } = &self.provenance;
+        let signed = !(keys.is_empty() && key_files.is_empty());
+        let listed = !(allowed_hashes.is_empty() && allowed_hashes_files.is_empty());
+        let lacking = match require {
+            Require::Signature | Require::Both if !signed => "keys or key_files",
+            Require::AllowList | Require::Both if !listed => {
+                "allowed_hashes or allowed_hashes_files"
+            }
+            Require::Either if !signed && !listed => "keys or hashes",
+            _ => "",
+        };
+        if !lacking.is_empty() {
+            let problem = format!("require would admit nothing: give {lacking} as well");
+            found.extend(below("provenance", vec![problem]));
+        }
+        found.extend(below("faults", self.faults.limits.problems()));
+        let engine = match self.engine_config() {
+            Ok(engine) => engine.check(usize::MAX).err(),
+            // Each name was looked at when it was read.
+            Err(problem) => Some(EngineError::Refused(problem)),
+        };
+        let blocks = self.engine.kernel_block_size.unwrap_or(1).max(1);
+        let engine = engine.map(|error| error.to_string()).or_else(|| {
+            (!self.engine.block_size.is_multiple_of(blocks)).then(|| {
+                format!(
+                    "kernel_block_size is {blocks}, which does not divide block_size {}; give a divisor of it",
+                    self.engine.block_size
+                )
+            })
+        });
+        found.extend(below("engine", engine.into_iter().collect()));
+        found
+    }
+}
