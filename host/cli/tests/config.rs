@@ -88,9 +88,9 @@ fn a_file_with_everything_set_is_read_whole_and_comes_back() {
         let (name, value) = written.split_once(" = ").unwrap();
         assert!(key.ends_with(name), "{key} is not in {written}");
         let read = setting["value"].as_str().unwrap().replace(' ', "");
-        let path = value.trim_matches('"');
+        let path = value.trim_start_matches(['[', '"']);
         assert!(
-            read == value.replace(' ', "") || read.ends_with(&format!("/{path}\"")),
+            read == value.replace(' ', "") || read.ends_with(&format!("/{path}")),
             "{key}: {written} was read as {read}"
         );
     }
