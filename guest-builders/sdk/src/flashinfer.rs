@@ -27,6 +27,8 @@ pub struct Part<'a> {
     pub seq_lens: &'a [i32],
     /// Keys of a page.
     pub page_size: u32,
+    /// Keys before a query that it sees at most, in a group with a sliding window; none: all.
+    pub window_left: Option<u32>,
 }
 
 impl Part<'_> {
@@ -42,8 +44,19 @@ impl Part<'_> {
 
     /// The first page of row `row` that this step writes to; it and all after it may not be left out.
     pub fn first_own_page(&self, row: usize) -> u32 {
-        let context = (self.seq_lens[row].max(0) as u32).saturating_sub(self.query_lens[row]);
-        (context / self.page_size).min(self.pages(row).saturating_sub(1))
+        (self.context(row) / self.page_size).min(self.pages(row).saturating_sub(1))
+    }
+
+    /// The first page of row `row` that a query of the step sees. Those before it may be another request's by now.
+    pub fn first_seen_page(&self, row: usize) -> u32 {
+        self.window_left.map_or(0, |window| {
+            self.context(row).saturating_sub(window) / self.page_size
+        })
+    }
+
+    /// Keys of row `row` before the step.
+    fn context(&self, row: usize) -> u32 {
+        (self.seq_lens[row].max(0) as u32).saturating_sub(self.query_lens[row])
     }
 }
 
@@ -77,7 +90,7 @@ pub struct Selection {
 
 impl Selection {
     /// `columns(row)` for each row of `part`: strictly rising, below `part.pages(row)`, with every one from
-    /// `part.first_own_page(row)` on.
+    /// `part.first_own_page(row)` on. Those before `part.first_seen_page(row)` are left out.
     pub fn new<I: IntoIterator<Item = u32>>(
         part: &Part<'_>,
         mut columns: impl FnMut(usize) -> I,
@@ -87,7 +100,9 @@ impl Selection {
             columns: Vec::new(),
         };
         for row in 0..part.seq_lens.len() {
-            selection.columns.extend(columns(row));
+            let first = part.first_seen_page(row);
+            let seen = columns(row).into_iter().filter(|&column| column >= first);
+            selection.columns.extend(seen);
             selection.indptr.push(selection.columns.len() as i32);
         }
         selection
@@ -240,6 +255,10 @@ impl Record {
                     .collect(),
                 seq_lens: &common.seq_lens_cpu_upper_bound[range],
                 page_size: self.config.kv_cache_spec.block_size,
+                window_left: self.config.kv_cache_spec.sliding_window.map(|window| {
+                    // The spec counts the current token too; rejected drafts move a query down.
+                    window.saturating_sub(1) + self.config.scheduler.num_speculative_tokens
+                }),
             };
             self.plan(&part, RowRange { start, end }, causal, choose(&part))
         };

@@ -247,6 +247,8 @@ fn each_kind_of_misbehaviour_is_found() {
             "refuses its configuration",
         ),
         ("spin-divisions", "", "build", "fuel"),
+        ("spin-loads", "", "build", "fuel"),
+        ("just-under-fuel", "", "build budget", "takes"),
         ("grow", "", "build", "memory"),
         ("recurse", "", "build", "stack"),
         ("huge-list", "", "build", "lift_bound"),

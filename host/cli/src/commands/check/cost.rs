@@ -1,11 +1,11 @@
-//! What a build costs in fuel, time and memory, beside the reference component in the same run. It must never know what is a
-//! good figure: it has no bar.
+//! What a build costs in fuel, time and memory, beside the reference component in the same run. It must never know what a good
+//! figure is, only what a host allows.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use timetable_attention::MetadataBuilder;
-use timetable_sandbox::{Component, WasmBuilder, measure::interleaved};
+use timetable_sandbox::{Component, FaultPolicy, WasmBuilder, measure::interleaved};
 use timetable_types::BuilderConfig;
 
 use super::batches::{MAX_MODEL_LEN, decodes};
@@ -60,6 +60,23 @@ pub fn measure(
         // Failing is faster than building: no figure at all is better.
         if builder.is_dead() {
             continue;
+        }
+        let allowed = FaultPolicy::default().build_budget.per_step;
+        if times[0].median_ns > allowed.as_nanos() as f64 {
+            report.find(Finding {
+                severity: Severity::Refused,
+                check: "build budget",
+                configurations: vec!["gpu"],
+                times: 1,
+                what: format!(
+                    "a build of {rows} rows takes {:.0} µs here, where a host allows {:.0} µs a step in the long run",
+                    times[0].median_ns / 1e3,
+                    allowed.as_secs_f64() * 1e6
+                ),
+                remedy: "a host takes out of service what overspends: do less, above all fewer divisions and dependent loads",
+                step: None,
+                key: "time".to_owned(),
+            });
         }
         report.cost.push(Cost {
             rows,
