@@ -1,7 +1,7 @@
 //! FLASH_ATTN: one rule for each field.
 
 use timetable_types::{
-    Causal, DcpLocal, DcpSource, Dtype, Input, KvCacheSpecKind, RowRange, Tensor,
+    Causal, DcpLocal, DcpSource, Dtype, Input, KvCacheSpecKind, MmDocRange, RowRange, Tensor,
     flash_attn::{Metadata, Schedule, SchedulerMetadataCall, TileOrder},
 };
 
@@ -167,36 +167,28 @@ fn executed(
     // A permutation of the rows.
     if let TileOrder::Rows(order) = tile_order {
         length("tile_order", order.len(), rows)?;
-        let mut seen = lanes::Bits::clear(&mut scratch.seen, rows);
-        for (position, &row) in order.iter().enumerate() {
-            if row < 0 {
-                return Err(Refusal::at(
-                    "tile_order",
-                    position,
-                    row.into(),
-                    Rule::AtLeast,
-                    0,
-                ));
-            }
-            if row as usize >= rows {
-                return Err(Refusal::at(
-                    "tile_order",
-                    position,
-                    row.into(),
-                    Rule::Below,
-                    rows as i64,
-                ));
-            }
-            if !seen.insert(row as usize) {
-                return Err(Refusal::at(
-                    "tile_order",
-                    position,
-                    row.into(),
-                    Rule::Once,
-                    1,
-                ));
-            }
+        if !lanes::is_permutation(order, &mut scratch.marks) {
+            return not_a_permutation(order, scratch);
         }
+    }
+    Ok(())
+}
+
+/// The first row of the order that is none, or that occurred before.
+fn not_a_permutation(order: &[i32], scratch: &mut Scratch) -> Result<(), Refusal> {
+    let rows = order.len();
+    let mut seen = lanes::Bits::clear(&mut scratch.seen, rows);
+    for (position, &row) in order.iter().enumerate() {
+        let (rule, bound) = if row < 0 {
+            (Rule::AtLeast, 0)
+        } else if row as usize >= rows {
+            (Rule::Below, rows as i64)
+        } else if !seen.insert(row as usize) {
+            (Rule::Once, 1)
+        } else {
+            continue;
+        };
+        return Err(Refusal::at("tile_order", position, row.into(), rule, bound));
     }
     Ok(())
 }
@@ -404,6 +396,10 @@ fn mm_prefix(
         ctx.common.num_actual_tokens as usize,
     )?;
     length(FIELD, matrix.values.len(), 2 * matrix.rows as usize)?;
+    if spans_in_order(ctx, &matrix.values) {
+        return Ok(());
+    }
+    // Spans out of order, or something is wrong: token by token.
     let mut covered = lanes::Bits::clear(&mut scratch.seen, matrix.rows as usize);
     for (token, start, end) in covered_tokens(ctx) {
         covered.insert(token);
@@ -427,24 +423,52 @@ fn mm_prefix(
     Ok(())
 }
 
+/// Does each token have the pair that it should, where the host's spans follow one another?
+fn spans_in_order(ctx: &VerifyContext<'_>, values: &[i32]) -> bool {
+    let mut after = 0;
+    for range in &ctx.common.mm_req_doc_ranges {
+        let tokens = tokens_of(ctx, range);
+        if tokens.is_empty() {
+            continue;
+        }
+        let (Ok(start), Ok(end)) = (i32::try_from(range.start), i32::try_from(range.end)) else {
+            return false;
+        };
+        let (Some(gap), Some(span)) = (
+            values.get(2 * after..2 * tokens.start),
+            values.get(2 * tokens.start..2 * tokens.end),
+        ) else {
+            return false;
+        };
+        if !lanes::all_pairs(gap, [-1, -1]) || !lanes::all_pairs(span, [start, end]) {
+            return false;
+        }
+        after = tokens.end;
+    }
+    lanes::all_pairs(&values[2 * after..], [-1, -1])
+}
+
+/// The scheduled tokens that a span of at least two covers.
+fn tokens_of(ctx: &VerifyContext<'_>, range: &MmDocRange) -> std::ops::Range<usize> {
+    let starts = ctx.inputs.query_start_loc;
+    let (start, end) = (i64::from(range.start), i64::from(range.end));
+    let row = range.row as usize;
+    match (starts.get(row), starts.get(row + 1), ctx.lens().get(row)) {
+        (Some(&q0), Some(&q1), Some(&len)) if start < end => {
+            let (q0, query) = (i64::from(q0), i64::from(q1 - q0));
+            let context = i64::from(len) - query;
+            let first = q0 + (start - context).max(0);
+            let last = q0 + (end - context).min(query - 1);
+            first as usize..(last + 1).max(first) as usize
+        }
+        _ => 0..0,
+    }
+}
+
 /// (token, span start, span end) for each scheduled token within a span of at least two tokens.
 fn covered_tokens<'c>(ctx: &'c VerifyContext<'_>) -> impl Iterator<Item = (usize, i64, i64)> + 'c {
-    let starts = ctx.inputs.query_start_loc;
     ctx.common.mm_req_doc_ranges.iter().flat_map(move |range| {
-        let (start, end) = (i64::from(range.start), i64::from(range.end));
-        let row = range.row as usize;
-        let (first, last) = match (starts.get(row), starts.get(row + 1), ctx.lens().get(row)) {
-            (Some(&q0), Some(&q1), Some(&len)) if start < end => {
-                let (q0, query) = (i64::from(q0), i64::from(q1 - q0));
-                let context = i64::from(len) - query;
-                (
-                    q0 + (start - context).max(0),
-                    q0 + (end - context).min(query - 1),
-                )
-            }
-            _ => (0, -1),
-        };
-        (first..=last).map(move |token| (token as usize, start, end))
+        tokens_of(ctx, range).map(move |token| (token, range.start.into(), range.end.into()))
     })
 }
 

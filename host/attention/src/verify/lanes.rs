@@ -59,6 +59,30 @@ pub(super) fn all_rise(values: &[u32]) -> bool {
     falls == 0
 }
 
+/// Are `values` 0..n in some order, for n of them? `marks`: reused memory.
+pub(super) fn is_permutation(values: &[i32], marks: &mut Vec<u8>) -> bool {
+    marks.clear();
+    marks.resize(values.len(), 0);
+    // A mark is stored without looking: n values that leave no place unmarked are n places.
+    for &value in values {
+        // Negative values are large ones here.
+        match marks.get_mut(value as u32 as usize) {
+            Some(mark) => *mark = 1,
+            None => return false,
+        }
+    }
+    marks.iter().fold(1, |all, &mark| all & mark) == 1
+}
+
+/// Is every pair of `values` this one?
+pub(super) fn all_pairs(values: &[i32], [first, second]: [i32; 2]) -> bool {
+    let mut differences = 0;
+    for pair in values.chunks_exact(2) {
+        differences |= (pair[0] ^ first) | (pair[1] ^ second);
+    }
+    differences == 0
+}
+
 /// Division by one number, by a shift where that will do.
 #[derive(Clone, Copy)]
 pub(super) struct Divisor {

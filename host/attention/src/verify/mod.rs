@@ -150,6 +150,8 @@ pub struct Verifier {
 struct Scratch {
     /// One bit for each row or work item.
     seen: Vec<u64>,
+    /// One byte for each row.
+    marks: Vec<u8>,
     /// For each query tile its lowest KV chunk.
     first_chunk: Vec<i32>,
     /// For each row the running sum of its query tiles.

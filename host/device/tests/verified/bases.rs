@@ -11,7 +11,7 @@ use timetable_types::{
     },
 };
 
-use crate::case::{Case, config};
+use crate::case::{Case, Random, config};
 
 /// One good record and its step.
 pub struct Base {
@@ -27,6 +27,59 @@ pub fn suite(family: Family) -> Option<Vec<Base>> {
         Family::Flashinfer => Some(flashinfer_bases()),
         Family::TritonAttn | Family::FlashMla | Family::Mamba => None,
     }
+}
+
+/// A random step of a random layer, and good metadata for it with random splits, chunks, tiles and orders.
+#[allow(
+    dead_code,
+    reason = "not everybody who includes this file has random steps"
+)]
+pub fn random_base(family: Family, random: &mut Random) -> Base {
+    let mut config = match random.chance(3) {
+        true => windowed(random.pick(&[1, 7, 16, 33, 64])),
+        false => config(),
+    };
+    let (heads, kv_heads) = random.pick(&[(4, 2), (6, 2), (8, 1), (3, 3), (1, 1)]);
+    config.attention.num_heads = heads;
+    config.kv_cache_spec.num_kv_heads = kv_heads;
+    config.kv_cache_spec.block_size = random.pick(&[1, 4, 16, 24, 48]);
+    config.max_num_splits = random.pick(&[1, 4, 16]);
+    config.device.num_workers = random.pick(&[1, 4, 40]);
+    let mut rows = Vec::new();
+    for _ in 0..random.below(5) {
+        rows.push((1, 1 + random.below(90)));
+    }
+    for _ in 0..random.below(3) + usize::from(rows.is_empty()) {
+        let query = 2 + random.below(40);
+        rows.push((query, query + random.pick(&[0, 0, 5, 16, 60])));
+    }
+    let padding = random.pick(&[(0, 0), (0, 0), (1, 0), (2, 3)]);
+    let causal = Causal::All(!random.chance(5));
+    let case = Case::new(config, causal, &rows, padding, no_edit);
+    base("random", family, case, |case, metadata| {
+        let most = case.config.max_num_splits;
+        match metadata {
+            Metadata::FlashAttn(record) => {
+                let count = case.step.cam.num_reqs as usize;
+                record.schedule.max_num_splits = most;
+                record.schedule.num_splits = (0..count)
+                    .map(|_| 1 + random.below(most as usize) as i32)
+                    .collect();
+                let mut order: Vec<i32> = (0..count as i32).collect();
+                for place in (1..count).rev() {
+                    order.swap(place, random.below(place + 1));
+                }
+                record.schedule.tile_order = TileOrder::Rows(order);
+            }
+            Metadata::Flashinfer(record) => {
+                let page = case.config.kv_cache_spec.block_size;
+                let least = case.step.cam.max_seq_len.div_ceil(most);
+                let chunk = least.next_multiple_of(page) + page * random.below(3) as u32;
+                split(case, record, chunk, random.pick(&[16, 64, 128]));
+            }
+            _ => panic!("another family"),
+        }
+    })
 }
 
 const MIXED: [(usize, usize); 4] = [(1, 40), (1, 17), (20, 52), (9, 30)];
@@ -428,7 +481,7 @@ fn reparted(case: &Case, record: &mut flashinfer::Metadata, decodes: u32, tokens
     plan.qo_indptr = Tensor::RebasedQueryStartLoc(rows.clone());
     plan.paged_kv_indices = Tensor::GatherPages(rows);
     let starts = case.step.tensors.query_start_loc[skip..].to_vec();
-    plan.work = work(plan, &starts, 64, 64);
+    plan.work = work(plan, &starts, (64, 64), 4);
 }
 
 /// Chosen columns of each row, whose lengths are `lens`.
@@ -455,16 +508,17 @@ fn select(plan: &mut Plan, columns: &[&[u32]], lens: &[i32]) {
 fn split(case: &Case, record: &mut flashinfer::Metadata, chunk: u32, tile: u32) {
     let starts = &case.step.tensors.query_start_loc;
     let decodes = record.num_decodes as usize;
+    let workers = case.config.device.num_workers as usize;
     if let Some(Decode::Wrapper(plan)) = &mut record.decode {
-        plan.work = work(plan, &starts[..=decodes], chunk, tile);
+        plan.work = work(plan, &starts[..=decodes], (chunk, tile), workers);
     }
     if let Some(Prefill::Wrapper(plan)) = &mut record.prefill {
-        plan.work = work(plan, &starts[decodes..], chunk, tile);
+        plan.work = work(plan, &starts[decodes..], (chunk, tile), workers);
     }
 }
 
 /// A work list of everything that each tile needs: chunks before its window and after its last key are left out.
-fn work(plan: &Plan, starts: &[i32], chunk: u32, tile: u32) -> WorkList {
+fn work(plan: &Plan, starts: &[i32], (chunk, tile): (u32, u32), workers: usize) -> WorkList {
     let group = plan.num_qo_heads / plan.num_kv_heads;
     let sharded = plan.dcp_world_size > 1;
     let whole = matches!(plan.paged_kv_indices, Tensor::GatherPages(_));
@@ -491,7 +545,7 @@ fn work(plan: &Plan, starts: &[i32], chunk: u32, tile: u32) -> WorkList {
     }
     let split_kv = merge_indptr.windows(2).any(|pair| pair[1] - pair[0] > 1);
     items.reverse();
-    let workers = items.len().clamp(1, 4);
+    let workers = items.len().clamp(1, workers);
     WorkList {
         kv_chunk_size: chunk,
         cta_tile_q: tile,

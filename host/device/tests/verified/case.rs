@@ -13,6 +13,16 @@ use timetable_types::{
     ParallelConfig, SchedulerConfig, batch::dcp_local_seq_lens_into,
 };
 
+/// Where random choices start: the same every time, or where `TIMETABLE_TEST_SEED` says.
+pub fn seed() -> u64 {
+    let seed = std::env::var("TIMETABLE_TEST_SEED").ok();
+    let seed = seed
+        .and_then(|seed| seed.parse().ok())
+        .unwrap_or(20_261_130);
+    println!("TIMETABLE_TEST_SEED={seed}");
+    seed
+}
+
 /// SplitMix64: small, and the same everywhere.
 pub struct Random(pub u64);
 
@@ -395,6 +405,21 @@ impl Case {
             }
         }
         output
+    }
+
+    /// Prepares metadata that the verifier refused, and runs it if the device takes it. It may be refused again, or give wrong
+    /// numbers; to return is the promise.
+    pub fn survives(&self, metadata: &Metadata) -> bool {
+        let mut step = StepMetadata::new();
+        let inputs = self.step.tensors.inputs();
+        let prepared = step.prepare(metadata, &inputs, self.layer.block_size as u32);
+        let (Ok(()), Some((_, cache))) = (prepared, self.caches.first()) else {
+            return false;
+        };
+        let layer = new_impl(metadata.family(), self.layer).expect("an impl");
+        let mut output = vec![UNWRITTEN; self.query.len()];
+        let ran = layer.forward(&self.query, cache, Some(&step), &mut output, None);
+        ran.is_ok()
     }
 
     /// Runs `metadata` against `expected`, or against attention to every key.

@@ -20,7 +20,7 @@ use std::{collections::BTreeMap, time::Instant};
 
 use bases::{Base, suite};
 use bench::{Bench, Verdict};
-use case::Random;
+use case::{Random, seed};
 use lower::{Contract, Wildness};
 use timetable_attention::{BuildFault, MetadataBuilder};
 use timetable_sandbox::{Component, Limits, Sandbox, WasmBuilder};
@@ -48,15 +48,6 @@ impl Counts {
             .iter()
             .for_each(|(what, count)| println!("  {count:6} {what}"));
     }
-}
-
-pub(crate) fn seed() -> u64 {
-    let seed = std::env::var("TIMETABLE_TEST_SEED").ok();
-    let seed = seed
-        .and_then(|seed| seed.parse().ok())
-        .unwrap_or(20_261_130);
-    println!("TIMETABLE_TEST_SEED={seed}");
-    seed
 }
 
 /// How many times as much as usual.

@@ -6,7 +6,13 @@ use timetable_reference::{chaos, components};
 use timetable_types::Family;
 use wasm_mutate::WasmMutate;
 
-use crate::{Counts, bases::suite, benches, case::Random, exercise, sandbox, seed, soak};
+use crate::{
+    Counts,
+    bases::suite,
+    benches,
+    case::{Random, seed},
+    exercise, sandbox, soak,
+};
 
 /// Components that are damaged, with their family.
 fn originals() -> Vec<(Family, &'static [u8])> {
