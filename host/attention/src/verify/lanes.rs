@@ -74,6 +74,24 @@ pub(super) fn is_permutation(values: &[i32], marks: &mut Vec<u8>) -> bool {
     marks.iter().fold(1, |all, &mark| all & mark) == 1
 }
 
+/// Are all values `wanted`?
+pub(super) fn all_equal_i32(values: &[i32], wanted: i32) -> bool {
+    let mut differences = 0;
+    for &value in values {
+        differences |= value ^ wanted;
+    }
+    differences == 0
+}
+
+/// Are the values `first`, and each one more than the one before? For values that do not leave the type.
+pub(super) fn counts_up(values: &[i32], first: i32) -> bool {
+    let mut differences = 0;
+    for (index, &value) in values.iter().enumerate() {
+        differences |= value ^ first.wrapping_add(index as i32);
+    }
+    differences == 0
+}
+
 /// Is every pair of `values` this one?
 pub(super) fn all_pairs(values: &[i32], [first, second]: [i32; 2]) -> bool {
     let mut differences = 0;

@@ -1,6 +1,6 @@
 //! The work list: every (query tile, key chunk) that must be attended to, exactly once, in linear time.
 //!
-//! Two passes over the items. The first finds each tile's lowest chunk; then a tile's items must fill its places of
+//! Two passes over the items, unless they stand in order. The first finds each tile's lowest chunk; then a tile's items must fill its places of
 //! `merge_indptr` one each, in chunk order. There are as many places as items, so items that all hit different places
 //! leave none empty, and a tile's chunks form one run without gaps. What remains is that the run covers the keys the tile
 //! needs and ends within the request.
@@ -9,7 +9,7 @@ use timetable_types::flashinfer::WorkList;
 
 use super::{
     Scratch,
-    lanes::{Bits, Divisor},
+    lanes::{self, Bits, Divisor},
     refusal::{Refusal, Rule, between, length},
 };
 
@@ -123,54 +123,8 @@ pub(super) fn verify(
     length("merge_indptr", merge_indptr.len(), tiles + 1)?;
     running_sum("merge_indptr", merge_indptr, items)?;
 
-    // First pass: every index names a row, a tile and a chunk that exist; the lowest chunk of each tile.
-    scratch.first_chunk.clear();
-    scratch.first_chunk.resize(tiles, i32::MAX);
-    scratch.item_tile.clear();
-    for (item, ((&request, &tile), &chunk)) in request_indices
-        .iter()
-        .zip(qo_tile_indices)
-        .zip(kv_tile_indices)
-        .enumerate()
-    {
-        // Negative indices are large ones here; `index` tells them apart.
-        let Some((&[start, end], &chunks)) = scratch
-            .tile_start
-            .get(request as u32 as usize..)
-            .and_then(|starts| starts.first_chunk::<2>())
-            .zip(scratch.chunks.get(request as u32 as usize))
-        else {
-            return index("request_indices", item, request, rows as i64);
-        };
-        if tile as u32 >= end - start {
-            return index("qo_tile_indices", item, tile, i64::from(end - start));
-        }
-        if chunk as u32 >= chunks {
-            return index("kv_tile_indices", item, chunk, i64::from(chunks));
-        }
-        let tile = start + tile as u32;
-        let first = &mut scratch.first_chunk[tile as usize];
-        *first = (*first).min(chunk);
-        scratch.item_tile.push(tile);
-    }
-    // Second pass: each item has a place of its own.
-    let mut seen = Bits::clear(&mut scratch.seen, items);
-    for (item, (&tile, &chunk)) in scratch.item_tile.iter().zip(kv_tile_indices).enumerate() {
-        let tile = tile as usize;
-        let place = i64::from(merge_indptr[tile]) + i64::from(chunk - scratch.first_chunk[tile]);
-        if place >= i64::from(merge_indptr[tile + 1]) {
-            let bound = i64::from(merge_indptr[tile + 1]);
-            return Err(Refusal::at("merge_indptr", tile, place, Rule::Below, bound));
-        }
-        if !seen.insert(place as usize) {
-            return Err(Refusal::at(
-                "kv_tile_indices",
-                item,
-                chunk.into(),
-                Rule::Once,
-                1,
-            ));
-        }
+    if !in_order(work, scratch) {
+        each_has_a_place(work, rows, scratch)?;
     }
     // Each tile's run of chunks covers the keys that it must attend to.
     let by_group = Divisor::new(demand.group_size.max(1));
@@ -254,6 +208,105 @@ pub(super) fn verify(
     Ok(())
 }
 
+/// Do the items stand tile by tile, each tile's chunks one after the other? Most long lists do, and then lanes show it. Leaves
+/// the lowest chunk of each tile.
+fn in_order(work: &WorkList, scratch: &mut Scratch) -> bool {
+    let WorkList {
+        request_indices,
+        qo_tile_indices,
+        kv_tile_indices,
+        merge_indptr,
+        ..
+    } = work;
+    scratch.first_chunk.clear();
+    for (row, (tiles, &chunks)) in scratch
+        .tile_start
+        .windows(2)
+        .zip(&scratch.chunks)
+        .enumerate()
+    {
+        for tile in tiles[0]..tiles[1] {
+            let start = merge_indptr[tile as usize] as usize;
+            let items = start..merge_indptr[tile as usize + 1] as usize;
+            let first = kv_tile_indices.get(start).filter(|_| !items.is_empty());
+            scratch.first_chunk.push(first.copied().unwrap_or(i32::MAX));
+            let Some(&first) = first else { continue };
+            let within = first >= 0 && first as u64 + items.len() as u64 <= u64::from(chunks);
+            if !within
+                || !lanes::all_equal_i32(&request_indices[items.clone()], row as i32)
+                || !lanes::all_equal_i32(&qo_tile_indices[items.clone()], (tile - tiles[0]) as i32)
+                || !lanes::counts_up(&kv_tile_indices[items], first)
+            {
+                return false;
+            }
+        }
+    }
+    true
+}
+
+/// Does each item name a tile and a chunk that exist, and take a place of its own among the tile's? Leaves the lowest chunk of
+/// each tile.
+fn each_has_a_place(work: &WorkList, rows: usize, scratch: &mut Scratch) -> Result<(), Refusal> {
+    let WorkList {
+        request_indices,
+        qo_tile_indices,
+        kv_tile_indices,
+        merge_indptr,
+        ..
+    } = work;
+    let (items, tiles) = (request_indices.len(), merge_indptr.len() - 1);
+    // First pass: every index names a row, a tile and a chunk that exist; the lowest chunk of each tile.
+    scratch.first_chunk.clear();
+    scratch.first_chunk.resize(tiles, i32::MAX);
+    scratch.item_tile.clear();
+    for (item, ((&request, &tile), &chunk)) in request_indices
+        .iter()
+        .zip(qo_tile_indices)
+        .zip(kv_tile_indices)
+        .enumerate()
+    {
+        // Negative indices are large ones here; `index` tells them apart.
+        let Some((&[start, end], &chunks)) = scratch
+            .tile_start
+            .get(request as u32 as usize..)
+            .and_then(|starts| starts.first_chunk::<2>())
+            .zip(scratch.chunks.get(request as u32 as usize))
+        else {
+            return index("request_indices", item, request, rows as i64);
+        };
+        if tile as u32 >= end - start {
+            return index("qo_tile_indices", item, tile, i64::from(end - start));
+        }
+        if chunk as u32 >= chunks {
+            return index("kv_tile_indices", item, chunk, i64::from(chunks));
+        }
+        let tile = start + tile as u32;
+        let first = &mut scratch.first_chunk[tile as usize];
+        *first = (*first).min(chunk);
+        scratch.item_tile.push(tile);
+    }
+    // Second pass: each item has a place of its own.
+    let mut seen = Bits::clear(&mut scratch.seen, items);
+    for (item, (&tile, &chunk)) in scratch.item_tile.iter().zip(kv_tile_indices).enumerate() {
+        let tile = tile as usize;
+        let place = i64::from(merge_indptr[tile]) + i64::from(chunk - scratch.first_chunk[tile]);
+        if place >= i64::from(merge_indptr[tile + 1]) {
+            let bound = i64::from(merge_indptr[tile + 1]);
+            return Err(Refusal::at("merge_indptr", tile, place, Rule::Below, bound));
+        }
+        if !seen.insert(place as usize) {
+            return Err(Refusal::at(
+                "kv_tile_indices",
+                item,
+                chunk.into(),
+                Rule::Once,
+                1,
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// 0 first, never falling, `total` last.
 fn running_sum(field: &'static str, sums: &[i32], total: usize) -> Result<(), Refusal> {
     let Some((&last, _)) = sums.split_last() else {
@@ -262,7 +315,7 @@ fn running_sum(field: &'static str, sums: &[i32], total: usize) -> Result<(), Re
     if sums[0] != 0 {
         return Err(Refusal::at(field, 0, sums[0].into(), Rule::Equal, 0));
     }
-    let (_, rising) = super::lanes::steps(sums);
+    let (_, rising) = lanes::steps(sums);
     if !rising {
         for (element, pair) in sums.windows(2).enumerate() {
             if pair[1] < pair[0] {

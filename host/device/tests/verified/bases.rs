@@ -76,6 +76,9 @@ pub fn random_base(family: Family, random: &mut Random) -> Base {
                 let least = case.step.cam.max_seq_len.div_ceil(most);
                 let chunk = least.next_multiple_of(page) + page * random.below(3) as u32;
                 split(case, record, chunk, random.pick(&[16, 64, 128]));
+                if let Some(Decode::Wrapper(plan)) = &mut record.decode {
+                    in_order(&mut plan.work);
+                }
             }
             _ => panic!("another family"),
         }
@@ -312,7 +315,11 @@ fn flashinfer_bases() -> Vec<Base> {
             "windowed",
             FAMILY,
             mixed(windowed(24)),
-            edited(|case, record| split(case, record, 32, 16)),
+            edited(|case, record| {
+                split(case, record, 32, 16);
+                in_order(&mut decode(record).work);
+                in_order(&mut prefill(record).work);
+            }),
         ),
         base(
             "not causal, all prefills",
@@ -515,6 +522,13 @@ fn split(case: &Case, record: &mut flashinfer::Metadata, chunk: u32, tile: u32) 
     if let Some(Prefill::Wrapper(plan)) = &mut record.prefill {
         plan.work = work(plan, &starts[decodes..], (chunk, tile), workers);
     }
+}
+
+/// The items tile by tile, chunk by chunk.
+fn in_order(work: &mut WorkList) {
+    work.request_indices.reverse();
+    work.qo_tile_indices.reverse();
+    work.kv_tile_indices.reverse();
 }
 
 /// A work list of everything that each tile needs: chunks before its window and after its last key are left out.

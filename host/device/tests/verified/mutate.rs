@@ -370,6 +370,10 @@ fn lists(list: &[i64], siblings: &[Value], random: &mut Random) -> Vec<Mutant> {
         0 => vec![],
         _ => vec![0, len / 2, len - 1, random.below(len), random.below(len)],
     };
+    // A place where exchanging neighbours changes something, if there is one.
+    if let Some(differs) = list.windows(2).position(|pair| pair[0] != pair[1]) {
+        at.extend([differs, differs + 1]);
+    }
     at.sort_unstable();
     at.dedup();
     for &at in &at {
