@@ -234,7 +234,7 @@ fn spans() -> ByValue {
         config,
         step,
         metadata,
-        bar: None,
+        bar: Some(10.0),
     }
 }
 
@@ -252,6 +252,6 @@ fn items() -> ByValue {
         config,
         step,
         metadata,
-        bar: None,
+        bar: Some(10.0),
     }
 }
