@@ -264,6 +264,8 @@ struct Half<'a> {
     numbers: [Named<'a>; 8],
     /// Row boundaries and columns, where pages are chosen; else all of a row's.
     chosen: Option<(&'a [i32], &'a [u32])>,
+    /// Keys before a query that it sees; negative for all.
+    window_left: i32,
 }
 
 impl<'a> Halves<'a> {
@@ -380,6 +382,7 @@ impl<'a> Half<'a> {
                 ("plan's causal", Value::Flag(*causal)),
             ],
             chosen,
+            window_left: *window_left,
         }
     }
 
@@ -432,13 +435,14 @@ impl<'a> Half<'a> {
                 ("plan's causal", Value::Configured),
             ],
             chosen: None,
+            window_left: -1,
         }
     }
 
     /// The columns of `row`'s block table that are attended to, rising.
     fn columns(&self, row: u32, ctx: &VerifyContext<'_>) -> Vec<u32> {
         let Some((indptr, columns)) = self.chosen else {
-            return (0..self.pages(row, ctx)).collect();
+            return self.pages(row, ctx).collect();
         };
         let bound = |index: u32| {
             let sum = indptr.get(index as usize)?;
@@ -448,18 +452,30 @@ impl<'a> Half<'a> {
         own.unwrap_or_default().to_vec()
     }
 
-    /// Pages of all the keys of `row` that this rank holds and this half reads: under decode context parallelism a prefill
-    /// plans over its context only.
-    fn pages(&self, row: u32, ctx: &VerifyContext<'_>) -> u32 {
+    /// Pages of all the keys of `row` that this rank holds and this half reads, without those that its window has left behind:
+    /// under decode context parallelism there is none, and a prefill plans over its context only.
+    fn pages(&self, row: u32, ctx: &VerifyContext<'_>) -> std::ops::Range<u32> {
         let row = row as usize;
         let at = |values: &[i32], index: usize| values.get(index).copied().unwrap_or(0);
         let starts = ctx.inputs.query_start_loc;
         let len = at(ctx.lens(), row);
         let (dcp, query) = (ctx.dcp(), at(starts, row + 1).wrapping_sub(at(starts, row)));
+        let (context, page) = (
+            len.wrapping_sub(query),
+            ctx.config.kv_cache_spec.block_size.max(1),
+        );
         let keys = match dcp.world > 1 && !self.is_decode {
-            true => dcp.local_len(len.wrapping_sub(query)),
+            true => dcp.local_len(context),
             false => dcp.local_len(len),
         };
-        (keys.max(0) as u32).div_ceil(ctx.config.kv_cache_spec.block_size.max(1))
+        let first = if self.window_left < 0 || dcp.world > 1 {
+            0
+        } else {
+            // Rejected drafts make a length shorter, and move the window down.
+            let reach = i64::from(self.window_left)
+                + i64::from(ctx.config.scheduler.num_speculative_tokens);
+            (i64::from(context) - reach).max(0) as u32 / page
+        };
+        first..(keys.max(0) as u32).div_ceil(page)
     }
 }

@@ -435,6 +435,10 @@ pub struct Rollback {
     /// FLASH_ATTN, FLASHINFER
     pub backend: String,
 
+    /// The builder of this tenant's own, instead of everybody's
+    #[arg(long, value_name = "NAME")]
+    pub tenant: Option<TenantName>,
+
     #[command(flatten)]
     pub admin: AdminArgs,
 }

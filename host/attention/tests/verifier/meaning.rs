@@ -268,6 +268,36 @@ fn rows_that_attend_to_other_keys_are_named() {
 }
 
 #[test]
+fn pages_that_a_window_has_left_behind_are_nobodys() {
+    let mut config = fixed_config();
+    config.kv_cache_spec.sliding_window = Some(9);
+    config.attention.sliding_windows = vec![9];
+    let batch = fixed_batch(config);
+    let served = plain(Family::Flashinfer, &batch);
+    batch.with(Grant::Subset, |ctx| {
+        // Keys 31 to 39 of 40: pages 1 and 2; keys 8 to 16 of 17: both.
+        let same = chosen(&served, &[1, 2], &[0, 1]);
+        verify(&same, ctx).expect("granted");
+        assert_eq!(compare(&served, &same, ctx), Ok(()));
+        let less = chosen(&served, &[2], &[0, 1]);
+        verify(&less, ctx).expect("granted");
+        let found = compare(&served, &less, ctx);
+        assert!(
+            matches!(
+                found,
+                Err(Difference::Keys {
+                    row: 0,
+                    left_out: 1,
+                    column: 1,
+                    ..
+                })
+            ),
+            "{found:?}"
+        );
+    });
+}
+
+#[test]
 fn metadata_that_no_verifier_saw_is_no_panic() {
     let batch = fixed_batch(fixed_config());
     let served = plain(Family::Flashinfer, &batch);

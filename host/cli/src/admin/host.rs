@@ -13,7 +13,7 @@ use timetable_engine::EngineStats;
 use timetable_provenance::{Digest, Evidence, Trust};
 use timetable_sandbox::{
     Companions, Component, ContentHash, KeptCandidate, KeptVersion, ReloadHandle, ReloadPlan,
-    Sandbox, SlotState, Stage, StateDir, StateError, VersionInfo,
+    Sandbox, SlotState, Stage, StateDir, StateError, TenantName, VersionInfo,
 };
 
 use self::configure::Settings;
@@ -25,6 +25,8 @@ use crate::config::Effective;
 pub struct Group {
     /// Its layers, their backend and their KV cache group.
     pub layers: AttentionGroup,
+    /// Whose builder it is. None: everybody's.
+    pub tenant: Option<TenantName>,
     /// Reloads and looks at its builder.
     pub handle: ReloadHandle,
 }
@@ -158,12 +160,10 @@ impl Host {
         record_quietly(&self.groups, &self.state);
     }
 
-    fn groups_of(&self, backend: &str) -> Result<Vec<&Group>, String> {
-        let groups: Vec<&Group> = self
-            .groups
-            .iter()
-            .filter(|group| group.backend().eq_ignore_ascii_case(backend))
-            .collect();
+    /// The groups of a backend, for everybody or for a tenant that has a builder of its own.
+    fn groups_of(&self, backend: &str, tenant: Option<&TenantName>) -> Result<Vec<&Group>, String> {
+        let of_backend = |group: &&Group| group.backend().eq_ignore_ascii_case(backend);
+        let groups: Vec<&Group> = self.groups.iter().filter(of_backend).collect();
         if groups.is_empty() {
             let mut known: Vec<&str> = self.groups.iter().map(Group::backend).collect();
             known.dedup();
@@ -172,7 +172,14 @@ impl Host {
                 known.join(", ")
             ));
         }
-        Ok(groups)
+        let of_tenant = |group: &&Group| group.tenant.as_ref() == tenant;
+        let own: Vec<&Group> = groups.into_iter().filter(of_tenant).collect();
+        match tenant {
+            Some(tenant) if own.is_empty() => Err(format!(
+                "tenant `{tenant}` has no builder of its own in this host; leave --tenant out, or give it one in the host's configuration"
+            )),
+            _ => Ok(own),
+        }
     }
 
     /// The component, if it is one for `groups`.
@@ -330,13 +337,14 @@ impl Control for Host {
     fn reload(&self, submission: Submission<'_>) -> Result<Value, String> {
         let Submission {
             backend,
+            tenant,
             origin,
             component,
             signature,
             options,
             plan,
         } = submission;
-        let groups = self.groups_of(backend)?;
+        let groups = self.groups_of(backend, tenant)?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let name = if component.is_some() { origin } else { backend };
         let line = |error: &dyn std::fmt::Display| {
@@ -404,8 +412,8 @@ impl Control for Host {
         Ok(answer)
     }
 
-    fn rollback(&self, backend: &str) -> Result<Value, String> {
-        let groups = self.groups_of(backend)?;
+    fn rollback(&self, backend: &str, tenant: Option<&TenantName>) -> Result<Value, String> {
+        let groups = self.groups_of(backend, tenant)?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let withdrawn: Vec<VersionInfo> = groups
             .iter()
@@ -443,6 +451,7 @@ impl Control for Host {
             .map(|group| {
                 let mut status = value(&group.handle.status())?;
                 status["backend"] = json!(group.backend());
+                status["tenant"] = json!(group.tenant);
                 status["layers"] = json!(group.layers.layer_names.len());
                 status["layer_names"] = json!(group.layers.layer_names);
                 status["kv_cache_group"] = json!(group.layers.kv_cache_group_id);

@@ -17,7 +17,7 @@ pub use path::{default_path, prepare};
 pub use server::{Control, Server, Submission};
 
 use serde::{Deserialize, Serialize};
-use timetable_sandbox::ReloadPlan;
+use timetable_sandbox::{ReloadPlan, TenantName};
 
 /// The largest component that a reload may bring, in bytes: the largest that the sandbox may be told to look at.
 pub fn component_bytes_max() -> u64 {
@@ -35,6 +35,9 @@ pub enum Request {
     Reload {
         /// FLASH_ATTN, FLASHINFER, …
         backend: String,
+        /// Whose builder. None: everybody's.
+        #[serde(default)]
+        tenant: Option<TenantName>,
         /// Where the component came from, for people.
         origin: String,
         /// Bytes that follow. 0: the component in service.
@@ -53,6 +56,9 @@ pub enum Request {
     Rollback {
         /// FLASH_ATTN, FLASHINFER, …
         backend: String,
+        /// Whose builder. None: everybody's.
+        #[serde(default)]
+        tenant: Option<TenantName>,
     },
     /// The table of builders.
     Builders,

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use timetable_provenance::SIGNATURE_BYTES_MAX;
-use timetable_sandbox::ReloadPlan;
+use timetable_sandbox::{ReloadPlan, TenantName};
 
 use super::{LINE_BYTES_MAX, Request, Response, component_bytes_max, metrics, prepare};
 use crate::exit::{Exit, Failure};
@@ -22,6 +22,8 @@ const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct Submission<'a> {
     /// FLASH_ATTN, FLASHINFER, …
     pub backend: &'a str,
+    /// Whose builder. None: everybody's.
+    pub tenant: Option<&'a TenantName>,
     /// Where the component came from, for people.
     pub origin: &'a str,
     /// Its bytes. None: the component in service.
@@ -40,7 +42,11 @@ pub trait Control: Send + 'static {
     /// first stage.
     fn reload(&self, submission: Submission<'_>) -> Result<serde_json::Value, String>;
     /// Withdraws a candidate, or returns to the previous version.
-    fn rollback(&self, backend: &str) -> Result<serde_json::Value, String>;
+    fn rollback(
+        &self,
+        backend: &str,
+        tenant: Option<&TenantName>,
+    ) -> Result<serde_json::Value, String>;
     /// The table of builders.
     fn builders(&self) -> Result<serde_json::Value, String>;
     /// Applies the configuration `text`, which lies at `path`: whole, or not at all.
@@ -51,8 +57,12 @@ impl<C: Control + Sync> Control for Arc<C> {
     fn reload(&self, submission: Submission<'_>) -> Result<serde_json::Value, String> {
         (**self).reload(submission)
     }
-    fn rollback(&self, backend: &str) -> Result<serde_json::Value, String> {
-        (**self).rollback(backend)
+    fn rollback(
+        &self,
+        backend: &str,
+        tenant: Option<&TenantName>,
+    ) -> Result<serde_json::Value, String> {
+        (**self).rollback(backend, tenant)
     }
     fn builders(&self) -> Result<serde_json::Value, String> {
         (**self).builders()
@@ -204,6 +214,7 @@ fn handle(
     {
         Request::Reload {
             backend,
+            tenant,
             origin,
             component_bytes,
             signature_bytes,
@@ -236,6 +247,7 @@ fn handle(
             let signature = component.split_off(component.len() - signature_bytes as usize);
             control.reload(Submission {
                 backend: &backend,
+                tenant: tenant.as_ref(),
                 origin: &origin,
                 component: Some(component.as_slice()).filter(|bytes| !bytes.is_empty()),
                 signature: Some(signature.as_slice()).filter(|bytes| !bytes.is_empty()),
@@ -243,7 +255,7 @@ fn handle(
                 plan,
             })
         }
-        Request::Rollback { backend } => control.rollback(&backend),
+        Request::Rollback { backend, tenant } => control.rollback(&backend, tenant.as_ref()),
         Request::Builders => control.builders(),
         Request::Configure { path, text } => control.configure(&path, text),
     }
@@ -270,7 +282,11 @@ mod tests {
                 json!({ "backend": backend, "origin": origin, "bytes": bytes, "signature": signature }),
             )
         }
-        fn rollback(&self, backend: &str) -> Result<serde_json::Value, String> {
+        fn rollback(
+            &self,
+            backend: &str,
+            _: Option<&TenantName>,
+        ) -> Result<serde_json::Value, String> {
             Err(format!(
                 "{backend}: there is no previous version to return to"
             ))
@@ -294,6 +310,7 @@ mod tests {
         for (signature_bytes, signature) in [(3, json!([1, 2, 3])), (0, json!(null))] {
             let reload = Request::Reload {
                 backend: "FLASH_ATTN".to_owned(),
+                tenant: None,
                 origin: "x.wasm".to_owned(),
                 component_bytes: 300_000,
                 signature_bytes,
@@ -315,6 +332,7 @@ mod tests {
             &path,
             &Request::Rollback {
                 backend: "FLASHINFER".to_owned(),
+                tenant: None,
             },
             &[],
         )

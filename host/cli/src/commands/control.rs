@@ -15,6 +15,7 @@ use crate::exit::Failure;
 pub fn rollback(arguments: &Rollback) -> Result<(), Failure> {
     let request = Request::Rollback {
         backend: arguments.backend.clone(),
+        tenant: arguments.tenant.clone(),
     };
     let answer = admin::call(&socket(&arguments.admin), &request, &[])?;
     if arguments.admin.json {

@@ -29,6 +29,10 @@ pub struct Reload {
     #[arg(value_name = "PATH", value_hint = ValueHint::FilePath, required_unless_present = "builder_option")]
     pub source: Option<Source>,
 
+    /// The builder of this tenant's own, instead of everybody's
+    #[arg(long, value_name = "NAME")]
+    pub tenant: Option<TenantName>,
+
     /// Its detached signature [default: PATH.minisig or PATH.sig, if there is one]
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "source")]
     pub signature: Option<PathBuf>,
@@ -149,6 +153,7 @@ pub fn reload(arguments: &Reload) -> Result<(), Failure> {
     let options = &arguments.builder_option;
     let request = Request::Reload {
         backend: arguments.backend.clone(),
+        tenant: arguments.tenant.clone(),
         origin: arguments
             .source
             .as_ref()
@@ -168,7 +173,8 @@ pub fn reload(arguments: &Reload) -> Result<(), Failure> {
     if arguments.wait {
         let version = answer["version"].as_str().unwrap_or_default().to_owned();
         let look = || admin::call(&socket, &Request::Builders, &[]);
-        answer["candidates"] = wait(&arguments.backend, &version, !json, look)?;
+        let whose = (arguments.backend.as_str(), arguments.tenant.as_ref());
+        answer["candidates"] = wait(whose, &version, !json, look)?;
         if !json {
             print(format!("{}: {} serves\n", arguments.backend, short(&version)).as_bytes())?;
         }
@@ -192,7 +198,7 @@ fn accepted(backend: &str, answer: &Value) -> String {
 
 /// Looks until every group of the backend is served by `version`. Returns what the groups' candidates came to.
 fn wait(
-    backend: &str,
+    (backend, tenant): (&str, Option<&TenantName>),
     version: &str,
     say: bool,
     look: impl Fn() -> Result<Value, Failure>,
@@ -206,7 +212,8 @@ fn wait(
             .flatten()
             .filter(|group| {
                 let name = group["backend"].as_str().unwrap_or_default();
-                name.eq_ignore_ascii_case(backend)
+                let whose = group["tenant"].as_str();
+                name.eq_ignore_ascii_case(backend) && whose == tenant.map(TenantName::as_str)
             })
             .collect();
         let mut going = Vec::new();
@@ -401,7 +408,7 @@ mod tests {
     #[test]
     fn waiting_ends_when_it_serves_or_will_not() {
         let ends = |group: Value| {
-            wait("flash_attn", "bb", false, || {
+            wait(("flash_attn", None), "bb", false, || {
                 Ok(json!({ "builders": [group] }))
             })
         };

@@ -135,11 +135,14 @@ pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Fail
             .set_policy(builder.policy)
             .map_err(Failure::of(Exit::Failure))?;
     }
-    let groups = engine
-        .group_handles()
-        .into_iter()
-        .map(|(handle, layers)| Group {
+    let everybodys = engine.group_handles().into_iter();
+    let of_tenants = engine.tenant_handles().into_iter();
+    let groups = everybodys
+        .map(|(handle, layers)| (None, handle, layers))
+        .chain(of_tenants.map(|(tenant, handle, layers)| (Some(tenant), handle, layers)))
+        .map(|(tenant, handle, layers)| Group {
             layers: layers.clone(),
+            tenant: tenant.cloned(),
             handle,
         })
         .collect();
