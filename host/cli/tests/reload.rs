@@ -302,7 +302,16 @@ fn a_version_goes_through_its_stages_and_a_bad_one_is_withdrawn() {
     // A plan that makes no sense, and a backend that is not there.
     host.ask(&["reload", "FLASH_ATTN", &path, "--canary", "0%"])
         .fails(4, &["canary has no share", "stays"]);
+    // What served before is known after a restart as well.
+    host.ask(&["reload", "FLASH_ATTN", "--builder-option", "splits=1"])
+        .succeeds();
     let disturbed = host.finish();
+    let again = Host::of_prompts(200, &["--state-dir", state.to_str().unwrap()]);
+    let options = |table: &Value| table["builders"][0]["active"]["options"].clone();
+    assert_eq!(options(&again.wait_for(|_| true)), trying["options"]);
+    again.ask(&["rollback", "FLASH_ATTN"]).succeeds();
+    again.wait_for(|table| options(table) == serde_json::json!([]));
+    drop(again);
     assert_eq!(
         (&disturbed["failed_steps"], &disturbed["fallback_steps"]),
         (&0.into(), &0.into())

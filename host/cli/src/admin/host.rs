@@ -202,6 +202,45 @@ impl Host {
         }
     }
 
+    /// To the version before: the one that is kept ready, or after a restart the one that the manifest names.
+    fn go_back(&self, groups: &[&Group], state: Option<&StateDir>) -> Result<VersionInfo, String> {
+        let previous: Vec<Option<VersionInfo>> = groups
+            .iter()
+            .map(|group| group.handle.status().previous)
+            .collect();
+        let kept = state
+            .filter(|_| previous.iter().all(Option::is_none))
+            .and_then(|state| {
+                let slot = state.slot(&slot_of(&groups.first()?.handle))?;
+                Some((state, slot.previous.as_ref()?))
+            });
+        let Some((state, kept)) = kept else {
+            for info in previous.iter().flatten() {
+                self.permits(info.component)?;
+            }
+            return Self::change(groups, |handle| {
+                handle.rollback().map_err(|error| error.to_string())
+            });
+        };
+        let line = |error: &dyn std::fmt::Display| format!("{}: {error}", kept.origin);
+        let bytes = state
+            .component(kept.component)
+            .map_err(|error| line(&error))?;
+        let signature = state
+            .signature(kept.component)
+            .map_err(|error| line(&error))?;
+        let admitted = self.trust.admit(&bytes, signature.as_deref());
+        self.remember(admitted.map_err(|error| line(&error))?);
+        let loaded = self.sandbox.load(&bytes).map_err(|error| line(&error))?;
+        let (plan, companions) = (ReloadPlan::default(), Companions::of(groups.len()));
+        Self::change(groups, |handle| {
+            let options = Some(kept.options.clone());
+            handle
+                .submit(Some(&loaded), &kept.origin, options, &plan, &companions)
+                .map_err(|error| line(&error))
+        })
+    }
+
     /// Applies `change` to every group of the backend, or to none.
     fn change(
         groups: &[&Group],
@@ -321,9 +360,18 @@ fn now(state: &StateDir, handle: &ReloadHandle) -> SlotState {
         .candidate
         .as_ref()
         .filter(|candidate| !matches!(candidate.stage, Stage::Active | Stage::Withdrawn));
+    let active = status.pending.or(status.active).as_ref().and_then(kept);
+    // After a restart none is ready, but what served before what serves is still known.
+    let known = state
+        .slot(&slot_of(handle))
+        .filter(|slot| slot.active == active);
+    let previous = match &status.previous {
+        Some(info) => kept(info),
+        None => known.and_then(|slot| slot.previous.clone()),
+    };
     SlotState {
-        active: status.pending.or(status.active).as_ref().and_then(kept),
-        previous: status.previous.as_ref().and_then(kept),
+        active,
+        previous,
         candidate: tried.and_then(|candidate| {
             Some(KeptCandidate {
                 version: kept(&candidate.version)?,
@@ -421,16 +469,7 @@ impl Control for Host {
             .collect();
         let answer = match withdrawn.first() {
             Some(info) => json!({ "withdrawn": value(info)? }),
-            None => {
-                for group in &groups {
-                    if let Some(previous) = group.handle.status().previous {
-                        self.permits(previous.component)?;
-                    }
-                }
-                value(&Self::change(&groups, |handle| {
-                    handle.rollback().map_err(|error| error.to_string())
-                })?)?
-            }
+            None => value(&self.go_back(&groups, state.as_ref())?)?,
         };
         if let Some(state) = state.as_mut() {
             record(state, &self.groups).map_err(|error| {
