@@ -188,7 +188,14 @@ fn a_host_that_is_killed_at_any_point_starts_with_a_version_that_was_active() {
         if !starting {
             scratch.serves(&mut child);
         }
-        let after = Duration::from_micros(random.below(if starting { 60_000 } else { 250_000 }));
+        // However slow the machine is: some requests into the storm, and then anywhere in the next.
+        let answers = if starting {
+            0
+        } else {
+            random.below(5) as usize
+        };
+        let after = Duration::from_micros(random.below(60_000));
+        let before = submitted.load(Ordering::Relaxed);
         std::thread::scope(|scope| {
             let mut choices = Random(random.below(u64::MAX));
             let storm = scope.spawn({
@@ -196,7 +203,7 @@ fn a_host_that_is_killed_at_any_point_starts_with_a_version_that_was_active() {
                     (&scratch, &good, &bad, &submitted, &took);
                 let (immediate, staged) = (&immediate, &staged);
                 move || {
-                    let give_up = Instant::now() + Duration::from_secs(10);
+                    let give_up = Instant::now() + Duration::from_secs(30);
                     while Instant::now() < give_up {
                         let version = &good[choices.below(good.len() as u64) as usize];
                         let answer = match choices.below(8) {
@@ -212,6 +219,11 @@ fn a_host_that_is_killed_at_any_point_starts_with_a_version_that_was_active() {
                     }
                 }
             });
+            let patience = Instant::now() + Duration::from_secs(10);
+            while submitted.load(Ordering::Relaxed) < before + answers && Instant::now() < patience
+            {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             std::thread::sleep(after);
             child.kill().unwrap();
             child.wait().unwrap();

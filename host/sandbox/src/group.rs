@@ -26,7 +26,7 @@ use timetable_types::{
 use crate::{
     BuilderCall, Component, FaultPolicy, OnFault, ReloadError, ReloadHandle, Sandbox, TenantName,
     VersionHandle, Withdrawal, reload, rerun,
-    shared::{Evidence, Finding, Shared},
+    shared::{Evidence, Finding, Ready, Shared},
 };
 use held::Held;
 pub use step::{Arm, BuiltBy, StepError, StepMetadata};
@@ -133,7 +133,9 @@ impl GroupBuilder {
     /// `build` does this itself; call it before if the batch's order depends on `info`.
     pub fn step_boundary(&mut self) -> bool {
         let mut changed = false;
-        if let Some(ready) = self.shared.pending.take() {
+        // Whoever looks finds it in one place or the other.
+        let serves = |ready: &Ready| self.shared.active.store(Some(ready.version.clone()));
+        if let Some(ready) = self.shared.pending.take_after(serves) {
             self.install(Held::of(ready, &self.shared.policy.load()));
             changed = true;
         }

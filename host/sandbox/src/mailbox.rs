@@ -46,10 +46,18 @@ impl<T> Mailbox<T> {
 
     /// For the step thread: one load if there is nothing; if somebody is just looking at it, the next step takes it.
     pub(crate) fn take(&self) -> Option<T> {
+        self.take_after(|_| {})
+    }
+
+    /// As `take`; `first` has happened for whoever does not find it here any more.
+    pub(crate) fn take_after(&self, first: impl FnOnce(&T)) -> Option<T> {
         if !self.full.load(Ordering::Acquire) {
             return None;
         }
         let mut slot = self.slot.try_lock().ok()?;
+        if let Some(value) = &*slot {
+            first(value);
+        }
         self.full.store(false, Ordering::Release);
         slot.take()
     }

@@ -170,7 +170,10 @@ impl Shared {
     }
 
     pub(crate) fn status(&self) -> BuilderStatus {
+        // First, for what is not found here any more is found in `active`.
+        let pending = self.pending.peek(|ready| ready.version.info.clone());
         let version = self.active.load_full();
+        let active = version.as_ref().map(|version| version.info.clone());
         let metrics = version.as_ref().map(|version| &version.metrics);
         let watchdog = self.sandbox.watchdog();
         BuilderStatus {
@@ -178,8 +181,8 @@ impl Shared {
             family: self.family,
             state: GroupState::from_u8(self.state.load(Relaxed)),
             policy: **self.policy.load(),
-            active: version.as_ref().map(|version| version.info.clone()),
-            pending: self.pending.peek(|ready| ready.version.info.clone()),
+            pending: pending.filter(|pending| active.as_ref() != Some(pending)),
+            active,
             previous: self
                 .retired
                 .peek(|retired| retired.version.info.clone())

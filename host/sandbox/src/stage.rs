@@ -108,12 +108,14 @@ impl Default for Canary {
 pub struct Gates {
     /// Median build time over that of the version in service: in shadow on the same steps in turn, in canary each on its own.
     /// Unit: ratio; less than 5 µs more is never too much. Default: 2; `inf` is no gate.
+    #[serde(with = "ratio")]
     pub max_build_ratio: f64,
     /// Median build time beyond that of the version in service, or beyond 0 if the plain builder serves. Unit: microseconds.
     /// Default: 100.
     pub max_extra_build_us: u32,
     /// Fuel of all shadow steps over that of the version in service for the same steps: a count that no machine disturbs.
     /// Unit: ratio. Default: 4; `inf` is no gate.
+    #[serde(with = "ratio")]
     pub max_fuel_ratio: f64,
     /// Shadow steps whose metadata mean something else than what was served. Default: 0.
     pub max_differences: u32,
@@ -122,6 +124,35 @@ pub struct Gates {
     /// Shadow steps that must have been compared: not dropped while the comparison was behind, not too large, not declined.
     /// Unit: of a thousand. Default: 500.
     pub min_observed_per_mille: u32,
+}
+
+/// A number; or `"inf"`, which JSON has no number for.
+mod ratio {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Written {
+        Number(f64),
+        Text(String),
+    }
+
+    #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+    pub(super) fn serialize<S: Serializer>(ratio: &f64, to: S) -> Result<S::Ok, S::Error> {
+        match ratio.is_finite() {
+            true => to.serialize_f64(*ratio),
+            false => to.collect_str(ratio),
+        }
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+        match Written::deserialize(from)? {
+            Written::Number(ratio) => Ok(ratio),
+            Written::Text(text) => text
+                .parse()
+                .map_err(|_| D::Error::custom(format!("{text:?} is neither a number nor \"inf\""))),
+        }
+    }
 }
 
 impl Default for Gates {
@@ -391,6 +422,16 @@ mod tests {
         assert_eq!(
             (plan.gates.max_faults, plan.gates.max_build_ratio),
             (1, 2.0)
+        );
+        let open = Gates {
+            max_build_ratio: f64::INFINITY,
+            ..Gates::default()
+        };
+        let text = serde_json::to_string(&open).unwrap();
+        assert_eq!(
+            serde_json::from_str::<Gates>(&text).unwrap(),
+            open,
+            "{text}"
         );
         for unknown in [
             r#"{"shadow": 9}"#,

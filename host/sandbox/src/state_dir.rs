@@ -8,6 +8,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs::{self, File},
     path::{Path, PathBuf},
+    time::SystemTime,
 };
 
 use serde::{Deserialize, Serialize};
@@ -21,6 +22,9 @@ use crate::{
 const MANIFEST: &str = "active.json";
 const MANIFEST_VERSION: u32 = 2;
 const WHAT: &str = "the state directory";
+/// Components that are kept beside those that the manifest names, the newest: a version that is being submitted, or that a
+/// rollback may return to, is among them.
+const MAX_UNNAMED: usize = 64;
 
 /// A state directory, locked for this process.
 #[derive(Debug)]
@@ -186,8 +190,8 @@ impl StateDir {
         self.dir.path()
     }
 
-    /// Keeps a component by its content, durably. Writes nothing if it is there. It stays until the next `set` that does not
-    /// name it.
+    /// Keeps a component by its content, durably. Writes nothing if it is there. It stays as long as it is named, and among the
+    /// newest 64 that are not.
     pub fn keep(&self, bytes: &[u8]) -> Result<ContentHash, StateError> {
         let hash = ContentHash::of(bytes);
         let name = file_name(hash);
@@ -197,6 +201,12 @@ impl StateDir {
             .is_none_or(|kept| ContentHash::of(&kept) != hash)
         {
             self.components.write(&name, &[bytes])?;
+        } else if let Ok(file) = File::options()
+            .append(true)
+            .open(self.components.path().join(&name))
+        {
+            // Among the newest again. It is there in any case.
+            let _ = file.set_modified(SystemTime::now());
         }
         Ok(hash)
     }
@@ -245,7 +255,7 @@ impl StateDir {
     }
 
     /// Makes these slots' states what a restart finds, durably, before returning. Other slots stay; nothing is written if
-    /// nothing changes. Components that no slot names any more are removed.
+    /// nothing changes. Of components that no slot names the oldest are removed.
     ///
     /// # Errors
     /// If a component that is named is not kept, or the manifest cannot be written: what a restart finds stays.
@@ -264,7 +274,6 @@ impl StateDir {
         if all == self.manifest.slots {
             return Ok(());
         }
-        let named: BTreeSet<ContentHash> = all.values().flat_map(SlotState::components).collect();
         let manifest = Manifest {
             version: MANIFEST_VERSION,
             slots: all,
@@ -275,29 +284,32 @@ impl StateDir {
         })?;
         self.dir.write(MANIFEST, &[&text])?;
         self.manifest = manifest;
-        self.forget_all_but(&named);
+        self.forget_old();
         Ok(())
     }
 
     /// After the manifest, so that what it names is always there. A file that stays costs space only.
-    fn forget_all_but(&self, named: &BTreeSet<ContentHash>) {
+    fn forget_old(&self) {
         let Ok(files) = fs::read_dir(self.components.path()) else {
             return;
         };
-        for file in files.flatten() {
-            let name = file.file_name();
-            // A component, or the signature that came with it.
-            let hash = name.to_str().and_then(|name| {
-                let name = name.strip_suffix(".sig").unwrap_or(name);
-                name.strip_suffix(".wasm")
-            });
-            let Some(hash) = hash.and_then(ContentHash::from_hex) else {
-                continue;
-            };
-            if !named.contains(&hash)
-                && let Err(error) = fs::remove_file(file.path())
-            {
-                tracing::debug!("a component that nothing names any more stays: {error}");
+        let slots = self.manifest.slots.values();
+        let named: BTreeSet<ContentHash> = slots.flat_map(SlotState::components).collect();
+        let mut unnamed: Vec<(SystemTime, ContentHash)> = files
+            .flatten()
+            .filter_map(|file| {
+                let name = file.file_name();
+                let hash = ContentHash::from_hex(name.to_str()?.strip_suffix(".wasm")?)?;
+                let modified = file.metadata().and_then(|metadata| metadata.modified());
+                (!named.contains(&hash)).then(|| (modified.unwrap_or(SystemTime::UNIX_EPOCH), hash))
+            })
+            .collect();
+        unnamed.sort_unstable();
+        let old = unnamed.len().saturating_sub(MAX_UNNAMED);
+        for (_, hash) in &unnamed[..old] {
+            for name in [file_name(*hash), signature_name(*hash)] {
+                // It may have no signature.
+                let _ = fs::remove_file(self.components.path().join(name));
             }
         }
     }

@@ -188,8 +188,6 @@ fn what_is_active_survives_a_restart() {
     );
     assert_eq!(state.component(hash).unwrap(), two);
     assert_eq!(state.active(Family::Flashinfer), None);
-    // Nothing named the other components any more.
-    assert_eq!(fs::read_dir(dir.join("components")).unwrap().count(), 1);
     let kept = |component, origin: &str| KeptVersion {
         component,
         origin: origin.to_owned(),
@@ -232,6 +230,37 @@ fn what_is_active_survives_a_restart() {
         .map(|e| e.unwrap().file_name())
         .collect();
     assert_eq!(names.len(), 3, "{names:?}");
+}
+
+#[test]
+fn of_components_that_nothing_names_the_oldest_go() {
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("state");
+    let mut state = StateDir::open(&dir).unwrap();
+    let first = activate(&mut state, "flash-attn", b"first", "first").unwrap();
+    state.keep_signature(first, b"signature").unwrap();
+    let old = state.keep(b"old").unwrap();
+    for index in 0..80_u32 {
+        let hash = state.keep(&index.to_le_bytes()).unwrap();
+        let path = dir
+            .join("components")
+            .join(format!("{}.wasm", hash.to_hex()));
+        // One a second, whatever the file system's clock.
+        let file = fs::File::options().append(true).open(path).unwrap();
+        let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(index.into());
+        file.set_modified(time).unwrap();
+    }
+    // Kept again: among the newest.
+    state.keep(b"old").unwrap();
+    activate(&mut state, "flashinfer", b"another", "another").unwrap();
+    assert!(state.has(old) && state.has(first));
+    assert_eq!(state.signature(first).unwrap().unwrap(), b"signature");
+    assert_eq!(
+        fs::read_dir(dir.join("components")).unwrap().count(),
+        64 + 2 + 1
+    );
+    assert!(!state.has(ContentHash::of(&0_u32.to_le_bytes())));
+    assert!(state.has(ContentHash::of(&79_u32.to_le_bytes())));
 }
 
 #[test]

@@ -360,12 +360,16 @@ fn now(state: &StateDir, handle: &ReloadHandle) -> SlotState {
         .candidate
         .as_ref()
         .filter(|candidate| !matches!(candidate.stage, Stage::Active | Stage::Withdrawn));
-    let active = status.pending.or(status.active).as_ref().and_then(kept);
+    let (serves, before) = match &status.pending {
+        Some(pending) => (Some(pending), status.active.as_ref()),
+        None => (status.active.as_ref(), status.previous.as_ref()),
+    };
+    let active = serves.and_then(kept);
     // After a restart none is ready, but what served before what serves is still known.
     let known = state
         .slot(&slot_of(handle))
         .filter(|slot| slot.active == active);
-    let previous = match &status.previous {
+    let previous = match before {
         Some(info) => kept(info),
         None => known.and_then(|slot| slot.previous.clone()),
     };

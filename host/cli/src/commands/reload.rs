@@ -186,7 +186,7 @@ fn accepted(backend: &str, answer: &Value) -> String {
     let text = |key: &str| answer[key].as_str().unwrap_or("?");
     let next = match text("stage") {
         "checked" => "takes over at the next step".to_owned(),
-        stage => format!("is checked and in {stage}; `timetable builders` shows how far it is"),
+        _ => "is checked and being tried; `timetable builders` shows how far it is".to_owned(),
     };
     format!(
         "{backend}: {} ({}) {next}, from {}\n",

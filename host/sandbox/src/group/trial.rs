@@ -164,8 +164,8 @@ impl GroupBuilder {
     fn promote(&mut self) -> bool {
         match self.trial.take() {
             Some(Trial::Canary(canary)) if canary.candidate.advance(Stage::Active) => {
-                self.tell(&canary.candidate);
                 self.install(canary.held);
+                self.tell(&canary.candidate);
                 // One that was ordered for a candidate may not find it any more.
                 if self
                     .current
