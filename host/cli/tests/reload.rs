@@ -282,7 +282,7 @@ fn a_version_goes_through_its_stages_and_a_bad_one_is_withdrawn() {
     assert!(
         text.succeeds()
             .stdout
-            .contains("(flash-attn-fixed-split): canary; canary"),
+            .contains("(flash-attn, fixed splits): canary; canary"),
         "{}",
         text.stdout
     );
