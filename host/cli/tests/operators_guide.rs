@@ -42,7 +42,7 @@ fn the_reload_walk_through_does_what_it_says() {
     assert!(blocks.len() >= 6, "blocks");
     let scratch = tempfile::tempdir().unwrap();
     let mut script = String::from(
-        "set -e\ntrap 'status=$?; test -f host.pid && kill -9 $(cat host.pid) 2> /dev/null; exit $status' EXIT\n",
+        "set -e\ntrap 'status=$?; test -f host.pid && kill -9 $(cat host.pid) 2> /dev/null || true; exit $status' EXIT\n",
     );
     for (line, block) in &blocks {
         script.push_str(&format!("echo 'line {}' >&2\n{block}", before + line));

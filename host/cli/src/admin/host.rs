@@ -229,7 +229,7 @@ impl Host {
         let signature = state
             .signature(kept.component)
             .map_err(|error| line(&error))?;
-        let admitted = self.trust.admit(&bytes, signature.as_deref());
+        let admitted = self.trust().admit(&bytes, signature.as_deref());
         self.remember(admitted.map_err(|error| line(&error))?);
         let loaded = self.sandbox.load(&bytes).map_err(|error| line(&error))?;
         let (plan, companions) = (ReloadPlan::default(), Companions::of(groups.len()));

@@ -133,6 +133,7 @@ impl Host {
             let fetched = component.as_ref().map(|(_, fetched)| fetched);
             let submission = Submission {
                 backend,
+                tenant: None,
                 origin,
                 component: fetched.map(|fetched| &fetched.component[..]),
                 signature: fetched.and_then(|fetched| fetched.signature.as_deref()),
@@ -144,7 +145,7 @@ impl Host {
                 Err(message) => {
                     for made in &made {
                         let backend = made["backend"].as_str().unwrap_or_default();
-                        if let Err(error) = self.rollback(backend) {
+                        if let Err(error) = self.rollback(backend, None) {
                             tracing::error!(%backend, %error, "a half-made change was not withdrawn");
                         }
                     }
