@@ -193,8 +193,6 @@ fn bad_requests_get_one_line() {
         "FLASH_ATTN=/nonexistent.wasm",
     ])
     .fails(4, &["/nonexistent.wasm"]);
-    generate(&["--prompt", "t1", "--tenant", "Team A"])
-        .fails(2, &["--tenant", "\"Team A\"", "a-z"]);
     generate(&["--prompt", "t1", "--block-size", "0"]).fails(4, &["block_size", "0"]);
     generate(&["--prompt", "t1", "--block-size", "18446744073709551615"])
         .fails(4, &["block_size", "65536"]);

@@ -20,7 +20,7 @@ use timetable_attention::{
     plain_builder, verify_step,
 };
 use timetable_sandbox::{
-    Acceptance, FaultPolicy, GroupBuilder, GroupSetup, ObservedStep, ReloadHandle, Sandbox,
+    Acceptance, Arm, FaultPolicy, GroupBuilder, GroupSetup, ObservedStep, ReloadHandle, Sandbox,
     StepMetadata, StepObserver, TenantName,
 };
 use timetable_types::{
@@ -221,6 +221,18 @@ impl Attention {
         }
     }
 
+    /// Does some slot try a candidate on tenants whom it names? Changes only in `step_boundary`.
+    pub(crate) fn tries_on_tenants(&self) -> bool {
+        let mut slots = self.groups.iter().flat_map(|group| &group.slots);
+        slots.any(|slot| !slot.builder.canary_tenants().is_empty())
+    }
+
+    /// Is a tenant whom `slot` serves one of those?
+    pub(crate) fn tries_on(&self, slot: usize, tenant: &TenantName) -> bool {
+        let mut slots = self.groups.iter().map(|group| &group.slots[slot]);
+        slots.any(|slot| slot.builder.canary_tenants().contains(tenant))
+    }
+
     /// What the rule book said of the layers.
     pub(crate) fn plan(&self) -> &AttentionPlan {
         &self.plan
@@ -318,7 +330,7 @@ impl Attention {
     ) -> Result<bool, StepError> {
         let mut fell_back = false;
         let num_blocks = self.num_blocks as u32;
-        let slot = segment.slot as usize;
+        let slot = segment.key.slot as usize;
         let mut lap = Lap::start();
         for (group_index, group) in self.groups.iter_mut().enumerate() {
             let promise = executor.promise(group_index, graph);
@@ -354,7 +366,7 @@ impl Attention {
                 prepare_ns: Cell::new(0),
             };
             let built = builder
-                .build(&accepting, &context, timings)
+                .build(segment.key.is_candidate, &accepting, &context, timings)
                 .map_err(|message| StepError::Metadata {
                     group: name.clone(),
                     message,
@@ -512,9 +524,18 @@ impl Accepting<'_> {
 }
 
 impl StepBuilder {
+    /// Whose rows the candidate is to build.
+    fn canary_tenants(&self) -> &[TenantName] {
+        match self {
+            StepBuilder::Sandboxed(builder) => builder.canary_tenants(),
+            StepBuilder::Native { .. } => &[],
+        }
+    }
+
     /// Has accepted metadata; else what both builders did wrong.
     fn build(
         &mut self,
+        is_candidate: bool,
         accepting: &Accepting<'_>,
         context: &VerifyContext<'_>,
         timings: &mut StepTimings,
@@ -522,13 +543,18 @@ impl StepBuilder {
         let accept = |metadata: &Metadata| accepting.accept(metadata, context);
         let mut lap = Lap::start();
         let built = match self {
-            StepBuilder::Sandboxed(builder) => builder
-                .build_in_context(context, false, accept)
-                .map(|served| Built {
-                    fell_back: served.fault.is_some(),
-                    served: Some(served),
-                })
-                .map_err(|error| error.to_string()),
+            StepBuilder::Sandboxed(builder) => {
+                let built = match is_candidate {
+                    true => builder.build_by(Arm::Candidate, context, false, accept),
+                    false => builder.build_in_context(context, false, accept),
+                };
+                built
+                    .map(|served| Built {
+                        fell_back: served.fault.is_some(),
+                        served: Some(served),
+                    })
+                    .map_err(|error| error.to_string())
+            }
             StepBuilder::Native { builder, plain } => {
                 native_or_plain(&mut **builder, &mut **plain, context.common, accept).map(
                     |fell_back| Built {

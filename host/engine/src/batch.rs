@@ -15,7 +15,7 @@ use timetable_attention::{
 };
 use timetable_types::{Causal, CommonAttentionMetadata};
 
-use crate::{kv::BlockId, request::Request};
+use crate::{kv::BlockId, request::Request, scheduler::SegmentKey};
 
 /// The token id that stands for "the token that was chosen at `index` of the step before": of that step's logits rows.
 pub const fn feed_reference(index: usize) -> i32 {
@@ -165,7 +165,7 @@ pub struct TableUpdate<'a> {
 /// Where a segment begins.
 #[derive(Clone, Copy, Debug)]
 struct SegmentStart {
-    slot: u32,
+    key: SegmentKey,
     row: usize,
     token: usize,
 }
@@ -175,7 +175,7 @@ struct SegmentStart {
 #[derive(Clone, Copy, Debug)]
 pub struct Segment<'a> {
     /// Who builds.
-    pub slot: u32,
+    pub key: SegmentKey,
     /// Its first row in the step.
     pub first_row: usize,
     /// Its first token in the step.
@@ -287,11 +287,11 @@ impl InputBatch {
         self.num_actual_tokens = 0;
     }
 
-    /// The rows that follow are `slot`'s, if those before were another's. Without this all rows are slot 0's.
-    pub fn begin_segment(&mut self, slot: u32) {
-        if self.segments.last().is_none_or(|last| last.slot != slot) {
+    /// The rows that follow are `key`'s, if those before were another's. Without this all rows are the first slot's.
+    pub fn begin_segment(&mut self, key: SegmentKey) {
+        if self.segments.last().is_none_or(|last| last.key != key) {
             self.segments.push(SegmentStart {
-                slot,
+                key,
                 row: self.common.num_reqs as usize,
                 token: self.token_ids.len(),
             });
@@ -328,19 +328,23 @@ impl InputBatch {
         let whole = self.inputs();
         if self.segments.len() < 2 {
             return Segment {
-                slot: self.segments.first().map_or(0, |only| only.slot),
+                key: self
+                    .segments
+                    .first()
+                    .map(|only| only.key)
+                    .unwrap_or_default(),
                 first_row: 0,
                 first_token: 0,
                 common: &self.common,
                 inputs: whole,
             };
         }
-        let SegmentStart { slot, row, token } = self.segments[index];
+        let SegmentStart { key, row, token } = self.segments[index];
         let common = &self.parts[index];
         let rows = row..row + common.num_reqs as usize;
         let tokens = token..token + common.num_actual_tokens as usize;
         Segment {
-            slot,
+            key,
             first_row: row,
             first_token: token,
             common,

@@ -89,6 +89,8 @@ pub struct Engine {
     tenants: Tenants,
     batch: InputBatch,
     attention: Attention,
+    /// Some slot tried a candidate on tenants in the step before.
+    tries_on_tenants: bool,
     /// By request key.
     active: Vec<Option<Active>>,
     keys: HashMap<RequestId, RequestKey>,
@@ -179,7 +181,7 @@ impl Engine {
         let max_segments = config
             .max_tenant_segments
             .min(executor.max_segments())
-            .min(tenants.num_segments());
+            .min(tenants.max_segments());
         let blocks_of_one = limits.max_model_len.div_ceil(config.block_size);
         executor.setup(&ExecutorSetup {
             config,
@@ -215,6 +217,7 @@ impl Engine {
             tenants,
             batch,
             attention,
+            tries_on_tenants: false,
             active: Vec::new(),
             keys: HashMap::new(),
             next_id: 0,
@@ -424,8 +427,15 @@ impl Engine {
 
     /// Schedules a step and hands it to the executor.
     fn submit(&mut self) -> Submitted {
+        if self.scheduler.num_running() + self.scheduler.num_waiting() == 0 {
+            return Submitted::Nothing;
+        }
         let mut timings = StepTimings::default();
         let mut lap = Lap::start();
+        // The builders first: whose rows a candidate builds decides the order of rows, and graphs that a new version needs are
+        // there before the version is.
+        self.attention.step_boundary();
+        self.place_candidates();
         let schedule = self.scheduler.schedule();
         let (num_reqs, num_tokens) = (schedule.rows.len(), schedule.num_tokens);
         self.output.num_preempted += schedule.preempted.len();
@@ -466,6 +476,19 @@ impl Engine {
         Submitted::InFlight
     }
 
+    /// Tells the scheduler whose rows are a candidate's.
+    fn place_candidates(&mut self) {
+        let tries = self.attention.tries_on_tenants();
+        if !tries && !self.tries_on_tenants {
+            return;
+        }
+        self.tries_on_tenants = tries;
+        for (tenant, name) in self.tenants.named() {
+            let is_candidate = tries && self.attention.tries_on(self.tenants.slot(tenant), name);
+            self.scheduler.set_candidate(tenant, is_candidate);
+        }
+    }
+
     /// The batch, the rows of `flight`, and how each token is to be chosen.
     fn fill_batch(&mut self, flight: &mut Flight) {
         flight.rows.clear();
@@ -498,8 +521,6 @@ impl Engine {
     fn run(&mut self, timings: &mut StepTimings) -> Result<BuildOutcome, StepFailure> {
         self.batch.check().map_err(StepError::Slots)?;
         let mut lap = Lap::start();
-        // The builders first: graphs that a new version needs are there before the version is.
-        self.attention.step_boundary();
         self.executor.step_boundary()?;
         let num_segments = self.batch.num_segments();
         let graph = self.executor.dispatch(&self.batch.query(), num_segments);

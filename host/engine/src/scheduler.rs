@@ -21,7 +21,7 @@
 mod shares;
 mod tenant;
 
-pub use self::tenant::{Owner, TenantIndex, TenantShare};
+pub use self::tenant::{Owner, SegmentKey, TenantIndex, TenantShare};
 
 use self::{
     shares::{Claim, deal},
@@ -86,7 +86,7 @@ pub struct ScheduledRow {
     /// The tenant that it belongs to.
     pub tenant: TenantIndex,
     /// The tenant's segment.
-    pub segment: u32,
+    pub segment: SegmentKey,
     /// Tokens computed in this step, at least 1.
     pub num_tokens: usize,
     /// Place in the order in which rows were scheduled.
@@ -106,7 +106,13 @@ pub struct Schedule {
 
 impl Schedule {
     /// Adds a row and keeps the sum.
-    fn push(&mut self, key: RequestKey, tenant: TenantIndex, segment: u32, num_tokens: usize) {
+    fn push(
+        &mut self,
+        key: RequestKey,
+        tenant: TenantIndex,
+        segment: SegmentKey,
+        num_tokens: usize,
+    ) {
         let rank = self.rows.len() as u32;
         self.rows.push(ScheduledRow {
             key,
@@ -139,15 +145,15 @@ pub struct Scheduler {
     /// What they claim of the step that is being scheduled; memory that is reused.
     claims: Vec<Claim>,
     /// Segments that compete for a place in it, with the level of each one's lowest tenant; memory that is reused.
-    turns: Vec<(f64, u32)>,
+    turns: Vec<(f64, SegmentKey)>,
     /// Up to which tenants that competed were served: where one that comes anew begins.
     level: f64,
     /// The same of this step alone.
     step_level: f64,
     max_segments: usize,
     running: Vec<RequestKey>,
-    /// Free indexes in the tables of running requests. One table for each segment: a builder sees its own rows' indexes, which
-    /// say nothing of others.
+    /// Free indexes in the tables of running requests. One table for each slot: a builder sees its own rows' indexes, which say
+    /// nothing of others.
     free_slots: Vec<Vec<u32>>,
     next_arrival: u64,
     next_epoch: u64,
@@ -193,7 +199,7 @@ impl Scheduler {
             step_level: 0.0,
             max_segments,
             running: Vec::with_capacity(rows),
-            free_slots: vec![(0..rows as u32).collect(); num_segments(tenants)],
+            free_slots: vec![(0..rows as u32).collect(); num_slots(tenants)],
             tenants: tenants.iter().copied().map(Tenant::new).collect(),
             next_arrival: 0,
             next_epoch: 0,
@@ -224,6 +230,11 @@ impl Scheduler {
     /// Requests that hold nothing yet, or no longer.
     pub fn num_waiting(&self) -> usize {
         self.tenants.iter().map(|tenant| tenant.waiting.len()).sum()
+    }
+
+    /// From the next step on the tenant's rows are for the version that its slot tries, or no longer.
+    pub fn set_candidate(&mut self, tenant: TenantIndex, is_candidate: bool) {
+        self.tenants[tenant.index()].is_candidate = is_candidate;
     }
 
     /// A tenant's requests that hold blocks, and those that hold none.
@@ -428,7 +439,7 @@ impl Scheduler {
     fn choose_segments(&mut self) {
         self.turns.clear();
         for tenant in self.tenants.iter().filter(|tenant| tenant.claim.demand > 0) {
-            let (level, segment) = (tenant.claim.level, tenant.share.segment);
+            let (level, segment) = (tenant.claim.level, tenant.segment());
             match self.turns.iter_mut().find(|turn| turn.1 == segment) {
                 Some(turn) => turn.0 = turn.0.min(level),
                 None => self.turns.push((level, segment)),
@@ -437,11 +448,12 @@ impl Scheduler {
         if self.turns.len() <= self.max_segments {
             return;
         }
-        let order = |a: &(f64, u32), b: &(f64, u32)| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1));
+        let order =
+            |a: &(f64, SegmentKey), b: &(f64, SegmentKey)| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1));
         self.turns.sort_unstable_by(order);
         let left_out = &self.turns[self.max_segments..];
         for tenant in &mut self.tenants {
-            let segment = tenant.share.segment;
+            let segment = tenant.segment();
             if left_out.iter().any(|turn| turn.1 == segment) {
                 tenant.waits = true;
                 tenant.claim.demand = 0;
@@ -504,7 +516,7 @@ impl Scheduler {
         let tenant = &mut self.tenants[index.index()];
         tenant.left -= num_tokens;
         tenant.scheduled += num_tokens;
-        let segment = tenant.share.segment;
+        let segment = tenant.segment();
         self.schedule.push(key, index, segment, num_tokens);
     }
 
@@ -595,7 +607,7 @@ impl Scheduler {
         let Some(&first) = self.running.iter().min_by_key(arrival) else {
             return;
         };
-        let of = |tenant: &Tenant| tenant.share.segment;
+        let of = Tenant::segment;
         let segment = of(&self.tenants[self.request(first).tenant.index()]);
         for tenant in &mut self.tenants {
             let goes_on = of(tenant) == segment;
@@ -612,7 +624,7 @@ impl Scheduler {
         self.next_epoch += 1;
         let tenant = &mut self.tenants[tenant];
         let key = tenant.waiting.pop_front().expect("it starts");
-        let free = &mut self.free_slots[tenant.share.segment as usize];
+        let free = &mut self.free_slots[tenant.share.slot as usize];
         let slot = free.pop().expect("fewer running than slots");
         let request = self.requests[key.index()].as_mut().expect("waiting");
         request.slot = Some(slot);
@@ -630,7 +642,7 @@ impl Scheduler {
         };
         let tenant = &mut self.tenants[request.tenant.index()];
         tenant.num_running -= 1;
-        self.free_slots[tenant.share.segment as usize].push(slot);
+        self.free_slots[tenant.share.slot as usize].push(slot);
         true
     }
 
@@ -762,7 +774,7 @@ fn remaining(request: &Request) -> usize {
     request.num_tokens_with_pending() - request.num_computed
 }
 
-fn num_segments(tenants: &[TenantShare]) -> usize {
-    let segments = tenants.iter().map(|tenant| tenant.segment as usize + 1);
-    segments.max().unwrap_or(1)
+fn num_slots(tenants: &[TenantShare]) -> usize {
+    let slots = tenants.iter().map(|tenant| tenant.slot as usize + 1);
+    slots.max().unwrap_or(1)
 }

@@ -20,8 +20,8 @@ const SHARES: std::ops::RangeInclusive<f64> = 0.001..=1000.0;
 /// Tenants at most.
 const MAX_TENANTS: usize = 1024;
 
-/// The segment of the default slot.
-pub(crate) const DEFAULT_SEGMENT: u32 = 0;
+/// Everybody's slot.
+const DEFAULT_SLOT: u32 = 0;
 
 /// One tenant.
 #[derive(Clone, Debug, PartialEq)]
@@ -100,24 +100,24 @@ impl Tenants {
             index_of: HashMap::with_capacity(configs.len()),
             shares: vec![TenantShare {
                 weight: default_share,
-                segment: DEFAULT_SEGMENT,
+                slot: DEFAULT_SLOT,
             }],
             roots: vec![BlockHash::default()],
             stats: vec![TenantStats::default()],
             step: 0,
             last_step: vec![0; configs.len() + 1],
         };
-        let mut next_segment = DEFAULT_SEGMENT;
+        let mut last_slot = DEFAULT_SLOT;
         for config in configs {
             let index = TenantIndex(tenants.shares.len() as u32);
             tenants.index_of.insert(config.name.clone(), index);
             tenants.roots.push(BlockHash::of_tenant(&config.name));
-            next_segment += u32::from(config.slot.is_some());
+            last_slot += u32::from(config.slot.is_some());
             tenants.shares.push(TenantShare {
                 weight: config.share,
-                segment: match config.slot {
-                    Some(_) => next_segment,
-                    None => DEFAULT_SEGMENT,
+                slot: match config.slot {
+                    Some(_) => last_slot,
+                    None => DEFAULT_SLOT,
                 },
             });
             tenants.stats.push(TenantStats {
@@ -133,10 +133,24 @@ impl Tenants {
         &self.shares
     }
 
-    /// Segments that there are, the default one included.
-    pub(crate) fn num_segments(&self) -> usize {
-        let segments = self.shares.iter().map(|share| share.segment as usize + 1);
-        segments.max().unwrap_or(1)
+    /// Segments that a step can have: each slot's, and again for what it tries. One where nobody is told apart.
+    pub(crate) fn max_segments(&self) -> usize {
+        let slots = self.shares.iter().map(|share| share.slot as usize + 1);
+        match self.index_of.is_empty() {
+            true => 1,
+            false => 2 * slots.max().unwrap_or(1),
+        }
+    }
+
+    /// The tenants that are configured.
+    pub(crate) fn named(&self) -> impl Iterator<Item = (TenantIndex, &TenantName)> {
+        let stats = (0..).map(TenantIndex).zip(&self.stats);
+        stats.filter_map(|(index, stats)| Some((index, stats.name.as_ref()?)))
+    }
+
+    /// The slot that serves a tenant.
+    pub(crate) fn slot(&self, tenant: TenantIndex) -> usize {
+        self.shares[tenant.index()].slot as usize
     }
 
     /// A step has ended: whose rows it had, each with its tokens.

@@ -11,7 +11,10 @@ use timetable_engine::{
     AttentionPlan, BuilderSource, Builders, CacheSize, Engine, EngineConfig, EngineError, Executor,
     FinishReason, GenerationRequest, RequestError, SlotConfig, TenantConfig, backend_name,
 };
-use timetable_sandbox::{CallLimits, FaultPolicy, OnFault, TenantName};
+use timetable_sandbox::{
+    BuiltBy, CallLimits, Canary, Companions, FaultPolicy, Gates, ObservedStep, OnFault, ReloadPlan,
+    Stage, StepObserver, TenantName,
+};
 use timetable_tests::{
     drive::{self, Answer, generate, greedy},
     two_in_flight::{Behaviour, TwoInFlight},
@@ -533,6 +536,77 @@ fn unknown_tenants_and_bad_settings_are_refused() {
         error.contains("tenants is c: a builder was given"),
         "{error}"
     );
+}
+
+/// Who built how many rows, step by step.
+struct Watching(Arc<Mutex<Vec<(BuiltBy, u32)>>>);
+
+impl StepObserver for Watching {
+    fn observe(&mut self, step: ObservedStep<'_>) {
+        let built = (step.built.built_by, step.context.common.num_reqs);
+        self.0.lock().unwrap().push(built);
+    }
+}
+
+/// A candidate that is tried on a tenant builds that tenant's rows, in a segment of its own, and no others', until it serves all.
+#[test]
+fn a_candidate_is_tried_on_the_tenants_that_are_named() {
+    let family = Family::FlashAttn;
+    let config = config(family, SlotConfig::default());
+    let mut engine = engine(&config, &reference(family), &[]);
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    engine.set_step_observer(Some(Box::new(Watching(seen.clone()))));
+    let BuilderSource::Component { component, .. } = chaos(family) else {
+        unreachable!("it is a component")
+    };
+    let plan = ReloadPlan {
+        canary: Some(Canary {
+            tenants: vec![name("c")],
+            steps: 60,
+            ..Canary::default()
+        }),
+        gates: Gates {
+            max_build_ratio: f64::INFINITY,
+            max_extra_build_us: u32::MAX,
+            ..Gates::default()
+        },
+        ..ReloadPlan::default()
+    };
+    let handle = engine.reload_handles().remove(0);
+    let companions = Companions::of(1);
+    handle
+        .submit(Some(&component), "candidate", None, &plan, &companions)
+        .unwrap();
+    let stage = || handle.status().candidate.map(|candidate| candidate.stage);
+    let mut waves = 0;
+    while stage() != Some(Stage::Active) {
+        let answers = together(&mut engine, &[None, Some("c")]);
+        assert_eq!(tokens(&answers[0]), alone(family, None));
+        assert_eq!(tokens(&answers[1]), alone(family, Some("c")));
+        waves += 1;
+        assert!(waves < 50, "{:?}", handle.status().candidate);
+    }
+    let seen = std::mem::take(&mut *seen.lock().unwrap());
+    let rows = |of: BuiltBy| {
+        seen.iter()
+            .filter(move |(by, _)| *by == of)
+            .map(|(_, rows)| *rows)
+    };
+    assert!(rows(BuiltBy::Candidate).count() >= 60);
+    assert!(
+        rows(BuiltBy::Candidate).all(|rows| rows <= 10),
+        "the other ten are not its"
+    );
+    assert!(
+        rows(BuiltBy::Component).any(|rows| rows == 10),
+        "the same step's other segment"
+    );
+    assert_eq!(rows(BuiltBy::Plain).count(), 0);
+    let stats = engine.stats();
+    assert_eq!((stats.failed_steps, stats.fallback_steps), (0, 0));
+    // Now it serves everybody, in one segment.
+    together(&mut engine, &[None, Some("c")]);
+    assert_eq!(handle.status().active.unwrap().origin, "candidate");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use timetable_engine::{
     kv::{BlockHash, KvCacheManager},
     request::RequestKey,
-    scheduler::{Owner, Scheduler, SchedulerLimits, TenantIndex, TenantShare},
+    scheduler::{Owner, Scheduler, SchedulerLimits, SegmentKey, TenantIndex, TenantShare},
 };
 
 /// Tenants 1, 2, … with these weights; with a segment of their own each if `apart`. Tenant 0 is nobody.
@@ -16,7 +16,7 @@ fn scheduler(
 ) -> Scheduler {
     let of = |(index, &weight): (usize, &f64)| TenantShare {
         weight,
-        segment: if apart { index as u32 + 1 } else { 0 },
+        slot: if apart { index as u32 + 1 } else { 0 },
     };
     let tenants = weights.iter().enumerate().map(of);
     let tenants: Vec<_> = std::iter::once(TenantShare::default())
@@ -159,6 +159,28 @@ fn rows_stand_by_segment() {
     assert_eq!(slot(2), Some(7), "each segment has a table of its own");
 }
 
+/// A tenant whom a candidate is tried on has a segment of its own, behind its slot's, and keeps its row's index.
+#[test]
+fn a_candidates_rows_stand_apart() {
+    let mut scheduler = scheduler((8, 64, 400), &[1.0, 1.0], false, 4);
+    let keys: Vec<_> = [1, 2, 0]
+        .map(|tenant| {
+            scheduler
+                .add_for(owner(tenant), vec![tenant; 3], Some(9))
+                .unwrap()
+        })
+        .into();
+    step(&mut scheduler);
+    let slot = scheduler.request(keys[0]).slot();
+    scheduler.set_candidate(TenantIndex(1), true);
+    let order =
+        |rows: Vec<(u32, RequestKey, usize)>| rows.iter().map(|row| row.0).collect::<Vec<_>>();
+    assert_eq!(order(step(&mut scheduler)), [2, 0, 1]);
+    assert_eq!(scheduler.request(keys[0]).slot(), slot);
+    scheduler.set_candidate(TenantIndex(1), false);
+    assert_eq!(order(step(&mut scheduler)), [1, 2, 0]);
+}
+
 /// With one segment in a step, tenants with builders of their own take turns, and over time still get their shares.
 #[test]
 fn segments_beyond_the_most_wait_their_turn() {
@@ -260,7 +282,7 @@ proptest! {
             prop_assert!(!done.is_empty(), "no progress");
             prop_assert!(done.len() <= rows);
             prop_assert!(done.iter().map(|row| row.2).sum::<usize>() <= budget);
-            let mut segments: Vec<u32> = scheduler.last_schedule().rows.iter().map(|row| row.segment).collect();
+            let mut segments: Vec<SegmentKey> = scheduler.last_schedule().rows.iter().map(|row| row.segment).collect();
             prop_assert!(segments.is_sorted());
             segments.dedup();
             prop_assert!(segments.len() <= max_segments);

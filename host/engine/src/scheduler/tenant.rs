@@ -22,16 +22,25 @@ impl TenantIndex {
 pub struct TenantShare {
     /// Its weight where tenants compete; above 0.
     pub weight: f64,
-    /// Tenants of equal segments stand together in a step.
-    pub segment: u32,
+    /// Whose builder serves it: tenants of equal slots stand together in a step.
+    pub slot: u32,
+}
+
+/// Who builds for a segment. Rows stand in this order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SegmentKey {
+    /// The slot.
+    pub slot: u32,
+    /// The version that the slot tries, instead of the one in service.
+    pub is_candidate: bool,
 }
 
 impl Default for TenantShare {
-    /// Weight 1, the first segment.
+    /// Weight 1, the first slot.
     fn default() -> Self {
         Self {
             weight: 1.0,
-            segment: 0,
+            slot: 0,
         }
     }
 }
@@ -49,6 +58,8 @@ pub struct Owner {
 #[derive(Debug)]
 pub(super) struct Tenant {
     pub(super) share: TenantShare,
+    /// Does its slot's candidate serve it?
+    pub(super) is_candidate: bool,
     pub(super) waiting: VecDeque<RequestKey>,
     pub(super) num_running: usize,
     pub(super) claim: Claim,
@@ -68,6 +79,7 @@ impl Tenant {
     pub(super) fn new(share: TenantShare) -> Self {
         Self {
             share,
+            is_candidate: false,
             waiting: VecDeque::new(),
             num_running: 0,
             claim: Claim::default(),
@@ -76,6 +88,13 @@ impl Tenant {
             num_blocks: 0,
             waits: false,
             was_at_work: false,
+        }
+    }
+
+    pub(super) fn segment(&self) -> SegmentKey {
+        SegmentKey {
+            slot: self.share.slot,
+            is_candidate: self.is_candidate,
         }
     }
 
