@@ -60,6 +60,14 @@ Examples:
     /// Show the running host's builders: version, state, steps, build times, choices, faults
     Builders(Builders),
 
+    /// Watch a running host: builders, versions, stages, build times, faults, rates, tenants; q leaves
+    #[command(after_help = "\
+Examples:
+  timetable top
+  timetable top --admin ./admin.sock --interval 0.5
+  timetable top --once | head -20")]
+    Top(Top),
+
     /// Build one step's metadata outside the engine, verified and with its tensors resolved
     #[command(after_help = "\
 The input is CommonAttentionMetadata's fields in snake case (lists of integers; `block_table` a list of rows), plus
@@ -505,6 +513,21 @@ pub struct ConfigApply {
 }
 
 #[derive(Debug, Args)]
+pub struct Top {
+    /// The running host's admin socket [default: under the runtime directory]
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    pub admin: Option<PathBuf>,
+
+    /// Seconds from one sample to the next, 0.1 to 3600
+    #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = seconds)]
+    pub interval: f64,
+
+    /// Print one picture, of two samples, as plain text
+    #[arg(long)]
+    pub once: bool,
+}
+
+#[derive(Debug, Args)]
 pub struct AdminArgs {
     /// The running host's admin socket [default: under the runtime directory]
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
@@ -782,6 +805,16 @@ pub struct Completions {
     /// The shell
     #[arg(value_enum)]
     pub shell: clap_complete::Shell,
+}
+
+/// A time between samples.
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(seconds) if (0.1..=3600.0).contains(&seconds) => Ok(seconds),
+        _ => Err(format!(
+            "`{text}` is not a number of seconds from 0.1 to 3600"
+        )),
+    }
 }
 
 /// KEY=VALUE.

@@ -31,6 +31,7 @@ fn main() -> ExitCode {
         Command::Reload(arguments) => commands::reload::reload(&arguments),
         Command::Rollback(arguments) => commands::control::rollback(&arguments),
         Command::Builders(arguments) => commands::control::builders(&arguments),
+        Command::Top(arguments) => commands::top::run(&arguments),
         Command::Build(arguments) => commands::build::run(&arguments),
         Command::Backends(arguments) => commands::backends::run(&arguments),
         Command::ExplainGraphs(arguments) => commands::explain_graphs::run(&arguments),

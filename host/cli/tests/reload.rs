@@ -91,7 +91,7 @@ fn a_host_says_which_layers_each_backend_serves_and_which_graph_mode_survived() 
     stream.read_to_string(&mut metrics).unwrap();
     for line in [
         "timetable_cudagraph_mode_info{configured=\"FULL_AND_PIECEWISE\",survived=\"NONE\"} 1",
-        "timetable_attention_backend_info{backend=\"FLASH_ATTN\",group=\"FLASH_ATTN/0\",kv_cache_group=\"0\"} 2",
+        "timetable_attention_backend_info{backend=\"FLASH_ATTN\",group=\"FLASH_ATTN/0\",tenant=\"\",kv_cache_group=\"0\"} 2",
     ] {
         assert!(
             metrics.lines().any(|found| found == line),

@@ -20,8 +20,8 @@ use timetable_attention::{
     plain_builder, verify_step,
 };
 use timetable_sandbox::{
-    Acceptance, Arm, FaultPolicy, GroupBuilder, GroupSetup, ObservedStep, ReloadHandle, Sandbox,
-    StepMetadata, StepObserver, TenantName,
+    Acceptance, Arm, BuiltBy, FaultPolicy, GroupBuilder, GroupSetup, ObservedStep, ReloadHandle,
+    Sandbox, StepMetadata, StepObserver, TenantName,
 };
 use timetable_types::{
     BuilderConfig, BuilderInfo, CaptureShape, CommonAttentionMetadata, Family, LaunchPromise,
@@ -32,6 +32,7 @@ use crate::{
     batch::{InputBatch, NoSlot, Segment},
     config::{BuilderSource, Builders, EngineConfig, EngineError},
     executor::{Executor, SegmentPlace, Unprepared, eager_shape},
+    spans,
     tenants::SlotConfig,
     timings::{Lap, StepTimings},
 };
@@ -513,9 +514,12 @@ impl Accepting<'_> {
     /// may still serve the step.
     fn accept(&self, metadata: &Metadata, context: &VerifyContext<'_>) -> Result<(), Unusable> {
         let mut lap = Lap::start();
+        let part = spans::verify();
         let verified = self.verifier.borrow_mut().verify(metadata, context);
+        drop(part);
         self.verify_ns.set(self.verify_ns.get() + lap.ns());
         verified.map_err(Unusable::Refused)?;
+        let _part = spans::prepare();
         let mut executor = self.executor.borrow_mut();
         let done = executor.prepare(self.group, self.segment, metadata, context);
         self.prepare_ns.set(self.prepare_ns.get() + lap.ns());
@@ -540,6 +544,7 @@ impl StepBuilder {
         context: &VerifyContext<'_>,
         timings: &mut StepTimings,
     ) -> Result<Built, String> {
+        let _part = spans::build(accepting.segment, accepting.group);
         let accept = |metadata: &Metadata| accepting.accept(metadata, context);
         let mut lap = Lap::start();
         let built = match self {
@@ -565,6 +570,15 @@ impl StepBuilder {
             }
         };
         let (verify_ns, prepare_ns) = (accepting.verify_ns.get(), accepting.prepare_ns.get());
+        if let Ok(Built {
+            served: Some(served),
+            ..
+        }) = &built
+            && served.built_by != BuiltBy::Plain
+            && let Some(version) = &served.version
+        {
+            version.verified(verify_ns);
+        }
         timings.verify_ns += verify_ns;
         timings.prepare_ns += prepare_ns;
         timings.build_ns += lap.ns().saturating_sub(verify_ns + prepare_ns);

@@ -20,6 +20,7 @@ use timetable_attention::{
 };
 use timetable_sandbox::{ReloadHandle, Sandbox, StepObserver, TenantName};
 use timetable_types::BuilderInfo;
+use tracing::Span;
 
 use self::active::{Active, Text};
 use crate::{
@@ -36,9 +37,10 @@ use crate::{
     runner::ModelRunner,
     sampling::{Sampler, StopMatcher},
     scheduler::{Scheduler, SchedulerLimits, TenantIndex},
+    spans,
     startup::{Startup, depth, graph_plan},
     tenants::{TenantStats, Tenants},
-    timings::{EngineStats, Lap, StepTimings},
+    timings::{EngineStats, Lap, STEP_NS, STEP_TOKENS, StepTimings},
     tokenizer::{TextStream, Tokenizer},
 };
 
@@ -68,6 +70,7 @@ struct Flight {
     timings: StepTimings,
     /// A step before it failed, and its requests have ended: its results are nobody's.
     dropped: bool,
+    span: Option<Span>,
 }
 
 /// What became of an attempt to submit a step.
@@ -278,8 +281,13 @@ impl Engine {
 
     /// Counts and times since the start.
     pub fn stats(&self) -> EngineStats {
-        let (prefix_queries, prefix_hits) = self.scheduler.kv().prefix_stats();
+        let kv = self.scheduler.kv();
+        let (prefix_queries, prefix_hits) = kv.prefix_stats();
+        // The null block is nobody's.
+        let kv_blocks = kv.pool().num_blocks() - 1;
         EngineStats {
+            kv_blocks,
+            kv_blocks_used: kv_blocks.saturating_sub(kv.pool().num_free()),
             preemptions: self.scheduler.num_preemptions(),
             prefix_queries,
             prefix_hits,
@@ -397,6 +405,7 @@ impl Engine {
         };
         self.active[key.index()] = None;
         self.scheduler.finish(key);
+        self.stats.finished[FinishReason::Abort as usize] += 1;
         true
     }
 
@@ -432,6 +441,9 @@ impl Engine {
         }
         let mut timings = StepTimings::default();
         let mut lap = Lap::start();
+        let span = spans::step(self.stats.steps + self.flights.len() as u64);
+        let in_step = span.enter();
+        let part = spans::schedule();
         // The builders first: whose rows a candidate builds decides the order of rows, and graphs that a new version needs are
         // there before the version is.
         self.attention.step_boundary();
@@ -442,11 +454,17 @@ impl Engine {
         if num_reqs == 0 {
             return Submitted::Nothing;
         }
+        drop(part);
+        spans::scheduled(&span, num_reqs, num_tokens);
         timings.schedule_ns = lap.ns();
+        let part = spans::batch();
         let mut flight = self.spare.pop().unwrap_or_default();
         self.fill_batch(&mut flight);
+        drop(part);
         timings.batch_ns = lap.ns();
         let ran = self.run(&mut timings);
+        drop(in_step);
+        flight.span = Some(span);
         flight.num_tokens = num_tokens;
         flight.timings = timings;
         let outcome = match ran {
@@ -540,6 +558,7 @@ impl Engine {
             .attention
             .build(&self.batch, &graph, &mut *self.executor, timings)?;
         self.stats.fallback_steps += u64::from(outcome.fell_back);
+        let _part = spans::submit();
         self.executor.submit(Step {
             batch: &mut self.batch,
             graph,
@@ -551,6 +570,9 @@ impl Engine {
 
     /// Waits for a step and gives its tokens to its requests.
     fn collect(&mut self, mut flight: Flight) {
+        let span = flight.span.take();
+        let _in_step = span.as_ref().map(Span::enter);
+        let _part = spans::collect();
         let mut results = std::mem::take(&mut self.results);
         results.clear();
         let collected = self.executor.collect(&mut results).and_then(|()| {
@@ -583,13 +605,20 @@ impl Engine {
     }
 
     /// A step has ended.
-    fn count(&mut self, flight: Flight) {
+    fn count(&mut self, mut flight: Flight) {
+        flight.span = None;
         self.output.num_reqs += flight.rows.len();
         self.output.num_tokens += flight.num_tokens;
         self.stats.steps += 1;
         self.stats.tokens_computed += flight.num_tokens as u64;
         self.tenants
             .count_step(flight.rows.iter().map(|row| (row.tenant, row.num_tokens)));
+        self.stats
+            .step_tokens
+            .record(&STEP_TOKENS, flight.num_tokens as u64);
+        self.stats
+            .step_ns
+            .record(&STEP_NS, flight.timings.total_ns());
         self.stats.last = flight.timings;
         self.stats.total += flight.timings;
         self.spare.push(flight);
@@ -623,6 +652,9 @@ impl Engine {
         self.stats.tokens_sampled += 1;
         let request = self.scheduler.request(key);
         let at_limit = request.is_at_limit();
+        if request.output().len() == 1 {
+            self.stats.prompt_tokens += request.prompt_len() as u64;
+        }
         self.tenants.stats[request.tenant().index()].tokens_sampled += 1;
         let Some(active) = self.active[key.index()].as_mut() else {
             return;
@@ -641,7 +673,8 @@ impl Engine {
             None
         };
         let id = active.id;
-        if finish.is_some() {
+        if let Some(reason) = finish {
+            self.stats.finished[reason as usize] += 1;
             self.forget(id, key);
             self.scheduler.finish(key);
         }
@@ -667,6 +700,7 @@ impl Engine {
         self.forget(id, key);
         let request = self.scheduler.finish(key);
         self.tenants.stats[request.tenant().index()].failed_requests += 1;
+        self.stats.finished[FinishReason::Error as usize] += 1;
         self.output.updates.push(RequestUpdate {
             id,
             token: None,

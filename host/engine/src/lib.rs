@@ -6,6 +6,7 @@
 //! - `tenants` says who requests belong to, and what each tenant is entitled to.
 //! - [`executor`] is what the step loop asks of a device; [`cpu`] answers on the host, [`simulated`] computes nothing.
 //! - `attention` holds each attention group's builder and verifier, whatever the device.
+//! - [`timings`] and [`histogram`] count; [`spans`] are what a tracing subscriber sees of a step.
 //! - [`model`], [`tokenizer`], [`chat`] and [`sampling`] are everything that is not attention.
 //!
 //! The engine must never know how a builder makes its metadata, nor what a backend's kernels do with it.
@@ -19,6 +20,7 @@ pub mod cuda;
 pub mod engine;
 pub mod executor;
 pub mod handle;
+pub mod histogram;
 pub mod kv;
 pub mod memory;
 pub mod model;
@@ -28,6 +30,7 @@ pub mod runner;
 pub mod sampling;
 pub mod scheduler;
 pub mod simulated;
+pub mod spans;
 mod startup;
 mod tenants;
 pub mod timings;

@@ -40,6 +40,26 @@ pub enum FinishReason {
     Error,
 }
 
+impl FinishReason {
+    /// All of them, in the order of their values.
+    pub const ALL: [FinishReason; 4] = [
+        FinishReason::Stop,
+        FinishReason::Length,
+        FinishReason::Abort,
+        FinishReason::Error,
+    ];
+
+    /// The field's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            FinishReason::Stop => "stop",
+            FinishReason::Length => "length",
+            FinishReason::Abort => "abort",
+            FinishReason::Error => "error",
+        }
+    }
+}
+
 /// Why one request was refused or failed. Other requests go on.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestError {

@@ -1,5 +1,6 @@
 //! Where a step's time went. Numbers only: nothing is formatted while steps run.
 
+use crate::{histogram::Histogram, output::FinishReason};
 use std::{
     ops::AddAssign,
     time::{Duration, Instant},
@@ -75,6 +76,32 @@ impl AddAssign for StepTimings {
     }
 }
 
+/// Bounds of a step's tokens: the field's.
+pub const STEP_TOKENS: [u64; 14] = [
+    1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768,
+];
+
+/// Bounds of a step's time, in nanoseconds: 50 µs to 10 s.
+pub const STEP_NS: [u64; 17] = [
+    50_000,
+    100_000,
+    250_000,
+    500_000,
+    1_000_000,
+    2_500_000,
+    5_000_000,
+    10_000_000,
+    25_000_000,
+    50_000_000,
+    100_000_000,
+    250_000_000,
+    500_000_000,
+    1_000_000_000,
+    2_500_000_000,
+    5_000_000_000,
+    10_000_000_000,
+];
+
 /// What the engine has done since it started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineStats {
@@ -94,6 +121,18 @@ pub struct EngineStats {
     pub prefix_queries: u64,
     /// Prompt tokens found there.
     pub prefix_hits: u64,
+    /// Prompt tokens of requests that got their first token.
+    pub prompt_tokens: u64,
+    /// Requests that ended, by [`FinishReason`].
+    pub finished: [u64; FinishReason::ALL.len()],
+    /// Tokens of each step, by [`STEP_TOKENS`].
+    pub step_tokens: Histogram<{ STEP_TOKENS.len() }>,
+    /// Nanoseconds of the host's thread for each step, waiting included, by [`STEP_NS`].
+    pub step_ns: Histogram<{ STEP_NS.len() }>,
+    /// Blocks of the KV cache that requests can have.
+    pub kv_blocks: usize,
+    /// Those that requests hold.
+    pub kv_blocks_used: usize,
     /// Requests that hold blocks.
     pub running: usize,
     /// Requests that wait.

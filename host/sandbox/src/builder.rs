@@ -12,6 +12,7 @@ use wasmtime::{Store, component::ResourceAny};
 use crate::{
     Component, ContentHash, Sandbox,
     abi::{self, Built, Calls, CommonView, Needs},
+    alive::Alive,
     fault,
     sandbox::StoreState,
     version::version_hash,
@@ -33,6 +34,7 @@ pub struct WasmBuilder {
     /// What the last call was given.
     fuel: u64,
     dead: bool,
+    _alive: Alive,
 }
 
 impl WasmBuilder {
@@ -46,6 +48,7 @@ impl WasmBuilder {
         let sandbox = component.sandbox().clone();
         let limits = sandbox.limits();
         let fuel = limits.fuel_fixed;
+        let version = version_hash(component.hash(), config);
         let mut store = sandbox.store();
 
         let arm = |store: &mut Store<StoreState>| {
@@ -92,6 +95,7 @@ impl WasmBuilder {
         info.needs.sort_unstable();
         info.needs.dedup();
 
+        let alive = sandbox.census().born(version);
         Ok(WasmBuilder {
             needs: Needs::of(&info.needs),
             info,
@@ -99,12 +103,13 @@ impl WasmBuilder {
             this,
             store,
             family: inner.family,
-            version: version_hash(component.hash(), config),
+            version,
             component: component.hash(),
             sandbox,
             calls_begun: 0,
             fuel: 0,
             dead: false,
+            _alive: alive,
         })
     }
 

@@ -24,8 +24,10 @@ use timetable_types::{
 };
 
 use crate::{
-    BuilderCall, Component, FaultPolicy, OnFault, ReloadError, ReloadHandle, Sandbox, TenantName,
-    VersionHandle, Withdrawal, reload, rerun,
+    BuilderCall, Component, FaultPolicy, GroupState, OnFault, ReloadError, ReloadHandle, Sandbox,
+    TenantName, VersionHandle, Withdrawal,
+    metrics::Fallback,
+    reload, rerun,
     shared::{Evidence, Finding, Ready, Shared},
 };
 use held::Held;
@@ -475,6 +477,7 @@ impl GroupBuilder {
                 Ok(()) => {
                     if is_step {
                         self.shared.counts.plain_steps.fetch_add(1, Relaxed);
+                        self.count_fallback(&fault);
                         self.show(call, &batch, &metadata);
                     }
                     return Ok(StepMetadata {
@@ -499,6 +502,24 @@ impl GroupBuilder {
             plain: Some(plain),
             policy: policy.on_fault,
         })
+    }
+
+    /// The plain builder served a step; `fault` is the component's in it.
+    fn count_fallback(&self, fault: &Option<BuildFault>) {
+        let reason = match (fault, self.state()) {
+            (Some(BuildFault::Declined(_)), _) => Fallback::Declined,
+            (Some(_), _) => Fallback::Fault,
+            (None, _) if self.current.is_none() => return,
+            (None, GroupState::Quarantined) => Fallback::Quarantined,
+            (None, GroupState::Recovering) => Fallback::Recovering,
+            // The step that ends the back-off was left out too.
+            (None, _) => Fallback::BackingOff,
+        };
+        self.shared.counts.fallbacks.add(reason);
+    }
+
+    fn state(&self) -> GroupState {
+        GroupState::from_u8(self.shared.state.load(Relaxed))
     }
 
     /// After a step that a component built well, in so much time, as its so many-th call.

@@ -15,6 +15,7 @@
 #![cfg_attr(test, recursion_limit = "256")]
 
 mod abi;
+mod alive;
 mod builder;
 mod bundle;
 mod cache;
@@ -56,7 +57,7 @@ pub use candidate::{CanaryStatus, CandidateStatus, Companions, ShadowStatus};
 pub use group::{Acceptance, Arm, BuiltBy, GroupBuilder, GroupSetup, StepError, StepMetadata};
 pub use limits::{CallLimits, Limits};
 pub use load::{Component, LoadError};
-pub use metrics::{LatencyHistogram, RunningSummary, Summary, chosen};
+pub use metrics::{LatencyFigures, LatencyHistogram, RunningSummary, Summary, chosen};
 pub use observe::{ObservedStep, StepObserver, VersionHandle};
 pub use owned_dir::{Access, DirError, OwnedDir};
 pub use policy::{BuildBudget, FaultPolicy, OnFault};
@@ -65,7 +66,7 @@ pub use reload::{ReloadError, ReloadHandle, version_of};
 pub use sandbox::{Sandbox, SandboxError};
 pub use stage::{Canary, Gates, ReloadPlan, Stage, Withdrawal};
 pub use state_dir::{KeptCandidate, KeptVersion, SlotState, StateDir, StateError};
-pub use status::{BuilderStatus, FaultRecord, GroupState};
+pub use status::{BuilderStatus, FaultRecord, GroupState, VersionFigures};
 pub use tenant::{TenantName, TenantNameError};
 pub use version::{ContentHash, VersionInfo};
 pub use watchdog::Watchdog;

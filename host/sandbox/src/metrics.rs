@@ -17,15 +17,36 @@ const STEPS: u64 = 16;
 const TOP: u64 = 40;
 const BUCKETS: usize = ((TOP - 2) * STEPS) as usize;
 
+/// The bounds of a histogram that is read: powers of two less one, from 0.5 µs to 67 ms, in nanoseconds. They are ends of its own
+/// buckets, so that what is counted below one is exact.
+const BOUNDS: std::ops::RangeInclusive<u32> = 9..=26;
+
+/// A histogram of nanoseconds as it is read.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct LatencyFigures {
+    /// Durations.
+    pub count: u64,
+    /// Their sum, in nanoseconds.
+    pub sum_ns: u64,
+    /// The duration that half of them do not exceed. None before the first.
+    pub p50_ns: Option<u64>,
+    /// The duration that 99 of 100 do not exceed.
+    pub p99_ns: Option<u64>,
+    /// Bounds in nanoseconds, and how many durations do not exceed each.
+    pub at_most: Vec<(u64, u64)>,
+}
+
 /// A histogram of nanoseconds with logarithmic buckets of relative width 1/16.
 pub struct LatencyHistogram {
     buckets: Box<[AtomicU64; BUCKETS]>,
+    sum: AtomicU64,
 }
 
 impl Default for LatencyHistogram {
     fn default() -> Self {
         LatencyHistogram {
             buckets: Box::new([const { AtomicU64::new(0) }; BUCKETS]),
+            sum: AtomicU64::new(0),
         }
     }
 }
@@ -34,6 +55,33 @@ impl LatencyHistogram {
     /// Counts one duration.
     pub fn record(&self, nanoseconds: u64) {
         self.buckets[bucket(nanoseconds)].fetch_add(1, Relaxed);
+        self.sum.fetch_add(nanoseconds, Relaxed);
+    }
+
+    /// What was counted so far.
+    pub fn figures(&self) -> LatencyFigures {
+        let mut count = 0;
+        let mut next = 0;
+        let mut through = |end: usize| {
+            let buckets = &self.buckets[next..=end];
+            next = end + 1;
+            count += buckets
+                .iter()
+                .map(|bucket| bucket.load(Relaxed))
+                .sum::<u64>();
+            count
+        };
+        let at_most = BOUNDS
+            .map(|power| (1_u64 << power) - 1)
+            .map(|bound| (bound, through(bucket(bound))))
+            .collect();
+        LatencyFigures {
+            count: through(BUCKETS - 1),
+            sum_ns: self.sum.load(Relaxed),
+            p50_ns: self.quantile(0.5),
+            p99_ns: self.quantile(0.99),
+            at_most,
+        }
     }
 
     /// The duration that a share `q` (0 to 1) of all durations does not exceed, in nanoseconds, rounded up to a bucket's end.
@@ -126,9 +174,51 @@ impl RunningSummary {
 pub(crate) struct VersionMetrics {
     pub(crate) steps: AtomicU64,
     pub(crate) build_ns: LatencyHistogram,
+    pub(crate) verify_ns: LatencyHistogram,
     pub(crate) splits: RunningSummary,
     pub(crate) work_items: RunningSummary,
     pub(crate) faults: FaultCounts,
+}
+
+/// Why the plain builder served a step although there is a component.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub(crate) enum Fallback {
+    /// The component faulted in this very step.
+    Fault,
+    /// It declined the batch.
+    Declined,
+    /// It is left out for some steps after faults.
+    BackingOff,
+    /// It is out of service.
+    Quarantined,
+    /// Its next instance is being prepared.
+    Recovering,
+}
+
+/// Steps that the plain builder served although there is a component, by reason.
+#[derive(Default)]
+pub(crate) struct FallbackCounts([AtomicU64; 5]);
+
+impl FallbackCounts {
+    pub(crate) fn add(&self, reason: Fallback) {
+        self.0[reason as usize].fetch_add(1, Relaxed);
+    }
+
+    /// Every reason, with its count.
+    pub(crate) fn by_name(&self) -> BTreeMap<&'static str, u64> {
+        [
+            "fault",
+            "declined",
+            "backing_off",
+            "quarantined",
+            "recovering",
+        ]
+        .into_iter()
+        .zip(&self.0)
+        .map(|(name, count)| (name, count.load(Relaxed)))
+        .collect()
+    }
 }
 
 /// Faults by kind.
@@ -228,6 +318,22 @@ mod tests {
         let p99 = histogram.quantile(0.99).unwrap();
         assert!((500..=531).contains(&p50), "{p50}");
         assert!((990..=1051).contains(&p99), "{p99}");
+    }
+
+    #[test]
+    fn figures_count_what_no_bound_is_exceeded_by() {
+        let histogram = LatencyHistogram::default();
+        let durations = [0, 511, 512, 1_000, 1_023, 1_024, 70_000_000, 1 << 50];
+        durations.into_iter().for_each(|ns| histogram.record(ns));
+        let figures = histogram.figures();
+        assert_eq!(figures.count, durations.len() as u64);
+        assert_eq!(figures.sum_ns, durations.into_iter().sum::<u64>());
+        for (bound, count) in &figures.at_most {
+            let expected = durations.iter().filter(|ns| *ns <= bound).count();
+            assert_eq!(*count, expected as u64, "{bound}");
+        }
+        assert_eq!(figures.at_most[0], (511, 2));
+        assert_eq!(figures.at_most.last(), Some(&((1 << 26) - 1, 6)));
     }
 
     #[test]

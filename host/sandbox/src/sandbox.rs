@@ -2,7 +2,7 @@
 //!
 //! Must never know: families, versions, or steps.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use arc_swap::ArcSwapOption;
 use wasmtime::{
@@ -11,8 +11,8 @@ use wasmtime::{
 };
 
 use crate::{
-    BundleFigures, CallLimits, CodeCache, Component, FaultDir, Limits, LoadError, Watchdog,
-    bundle::BundleWriter, workshop::Workshop,
+    BundleFigures, CallLimits, CodeCache, Component, ContentHash, FaultDir, Limits, LoadError,
+    Watchdog, alive::Census, bundle::BundleWriter, workshop::Workshop,
 };
 
 /// One wasmtime engine with its limits, watchdog and code cache. Cheap to clone; all clones are the same sandbox.
@@ -28,6 +28,7 @@ pub(crate) struct Shared {
     pub(crate) cache: Option<CodeCache>,
     bundles: ArcSwapOption<BundleWriter>,
     workshop: Workshop,
+    census: Census,
 }
 
 /// Why there is no sandbox.
@@ -75,6 +76,7 @@ impl Sandbox {
                 cache,
                 bundles: ArcSwapOption::empty(),
                 workshop,
+                census: Census::default(),
             }),
             limits: Arc::new(limits),
         })
@@ -148,6 +150,16 @@ impl Sandbox {
     /// The watchdog.
     pub fn watchdog(&self) -> &Watchdog {
         &self.shared.watchdog
+    }
+
+    /// Instances that live, by version: in service, in reserve, or still to be dropped. More than a few versions, or many of one,
+    /// is a leak.
+    pub fn instances(&self) -> BTreeMap<ContentHash, u64> {
+        self.census().count()
+    }
+
+    pub(crate) fn census(&self) -> &Census {
+        &self.shared.census
     }
 
     pub(crate) fn workshop(&self) -> &Workshop {

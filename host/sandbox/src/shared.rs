@@ -15,13 +15,13 @@ use timetable_attention::{BuildFault, FaultKind, VerifyContext};
 use timetable_types::{BuilderConfig, BuilderInfo, CommonAttentionMetadata, Family, Metadata};
 
 use crate::{
-    BuilderCall, BuilderStatus, Component, FaultPolicy, FaultRecord, GroupState, Sandbox,
-    VersionInfo, WasmBuilder,
+    BuilderCall, BuilderStatus, Component, FaultPolicy, FaultRecord, GroupState, Sandbox, Stage,
+    VersionFigures, VersionInfo, WasmBuilder,
     bundle::{Again, FaultBundle, FaultHeader, SeenFault, StepRecord, WrittenBy, unix_time},
     candidate::Candidate,
     group::{Acceptance, Trial},
     mailbox::{Mailbox, lock},
-    metrics::{FaultCounts, VersionMetrics},
+    metrics::{FallbackCounts, FaultCounts, VersionMetrics},
     reload,
 };
 
@@ -63,6 +63,7 @@ pub(crate) struct Finding {
 #[derive(Default)]
 pub(crate) struct GroupCounts {
     pub(crate) plain_steps: AtomicU64,
+    pub(crate) fallbacks: FallbackCounts,
     pub(crate) failed_steps: AtomicU64,
     pub(crate) backoff_steps: AtomicU64,
     pub(crate) quarantines: AtomicU64,
@@ -200,6 +201,8 @@ impl Shared {
             withdrawals: self.counts.withdrawals.load(Relaxed),
             steps: metrics.map_or(0, |metrics| metrics.steps.load(Relaxed)),
             plain_steps: self.counts.plain_steps.load(Relaxed),
+            fallbacks: self.counts.fallbacks.by_name(),
+            versions: self.versions(),
             failed_steps: self.counts.failed_steps.load(Relaxed),
             backoff_steps: self.counts.backoff_steps.load(Relaxed),
             quarantines: self.counts.quarantines.load(Relaxed),
@@ -207,6 +210,8 @@ impl Shared {
             reruns: self.counts.reruns.load(Relaxed),
             build_p50_ns: metrics.and_then(|metrics| metrics.build_ns.quantile(0.5)),
             build_p99_ns: metrics.and_then(|metrics| metrics.build_ns.quantile(0.99)),
+            verify_p50_ns: metrics.and_then(|metrics| metrics.verify_ns.quantile(0.5)),
+            verify_p99_ns: metrics.and_then(|metrics| metrics.verify_ns.quantile(0.99)),
             splits: metrics
                 .map(|metrics| metrics.splits.get())
                 .unwrap_or_default(),
@@ -226,6 +231,30 @@ impl Shared {
             watchdog_restarts: watchdog.restarts(),
             watchdog_stalls: watchdog.stalls(),
         }
+    }
+
+    /// What the versions that are here did: the one in service, the one being tried, and the one before.
+    fn versions(&self) -> Vec<VersionFigures> {
+        let active = self.active.load_full();
+        let candidate = self.candidate.load();
+        let candidate = candidate.as_ref().filter(|candidate| candidate.is_tried());
+        let previous = self
+            .retired
+            .peek(|retired| retired.version.clone())
+            .or_else(|| {
+                lock(&self.previous)
+                    .as_ref()
+                    .map(|ready| ready.version.clone())
+            });
+        [
+            active.map(|version| (version, Stage::Active)),
+            candidate.map(|candidate| (candidate.version.clone(), candidate.stage())),
+            previous.map(|version| (version, Stage::Previous)),
+        ]
+        .into_iter()
+        .flatten()
+        .map(|(version, stage)| version.figures(stage))
+        .collect()
     }
 
     /// Counts and remembers a fault.
@@ -325,6 +354,21 @@ pub(crate) struct Case {
 }
 
 impl Version {
+    fn figures(&self, stage: Stage) -> VersionFigures {
+        let metrics = &self.metrics;
+        VersionFigures {
+            version: self.info.version,
+            name: self.info.name.clone(),
+            stage,
+            steps: metrics.steps.load(Relaxed),
+            build: metrics.build_ns.figures(),
+            verify: metrics.verify_ns.figures(),
+            splits: metrics.splits.get(),
+            work_items: metrics.work_items.get(),
+            faults: metrics.faults.by_name(),
+        }
+    }
+
     /// A bundle of a fault of this version.
     pub(crate) fn bundle(&self, group: String, case: Case) -> FaultBundle {
         bundle(&self.info, &self.component, &self.config, group, case)

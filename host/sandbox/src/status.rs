@@ -8,7 +8,10 @@ use serde::Serialize;
 use timetable_attention::FaultKind;
 use timetable_types::Family;
 
-use crate::{BundleFigures, CandidateStatus, ContentHash, FaultPolicy, Summary, VersionInfo};
+use crate::{
+    BundleFigures, CandidateStatus, ContentHash, FaultPolicy, LatencyFigures, Stage, Summary,
+    VersionInfo,
+};
 
 /// Which builder serves a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -73,6 +76,29 @@ pub struct FaultRecord {
     pub count: u64,
 }
 
+/// What one version did so far.
+#[derive(Clone, Debug, Serialize)]
+pub struct VersionFigures {
+    /// The hash of component and configuration.
+    pub version: ContentHash,
+    /// What the builder calls itself.
+    pub name: String,
+    /// Where it stands: active, previous, or the stage of a candidate.
+    pub stage: Stage,
+    /// Steps that it built and that were served so.
+    pub steps: u64,
+    /// Times of its builds, verification not included.
+    pub build: LatencyFigures,
+    /// Times of verifying what it built.
+    pub verify: LatencyFigures,
+    /// The largest split count of each step.
+    pub splits: Summary,
+    /// The work items of each step.
+    pub work_items: Summary,
+    /// Its faults, by kind.
+    pub faults: BTreeMap<&'static str, u64>,
+}
+
 /// The state of one attention group's builder.
 #[derive(Clone, Debug, Serialize)]
 pub struct BuilderStatus {
@@ -100,6 +126,10 @@ pub struct BuilderStatus {
     pub steps: u64,
     /// Steps that the plain builder built, in all.
     pub plain_steps: u64,
+    /// Those of them that it built although there is a component, by reason: fault, declined, backing_off, quarantined, recovering.
+    pub fallbacks: BTreeMap<&'static str, u64>,
+    /// What the version in service, the one being tried and the one before did so far.
+    pub versions: Vec<VersionFigures>,
     /// Steps that failed, in all: nobody had acceptable metadata, or the policy left none to the plain builder.
     pub failed_steps: u64,
     /// Steps in which the component was left out after faults, in all.
@@ -114,6 +144,10 @@ pub struct BuilderStatus {
     pub build_p50_ns: Option<u64>,
     /// 99th percentile of it.
     pub build_p99_ns: Option<u64>,
+    /// Median time of verifying what it built, in nanoseconds.
+    pub verify_p50_ns: Option<u64>,
+    /// 99th percentile of it.
+    pub verify_p99_ns: Option<u64>,
     /// The largest split count of each step.
     pub splits: Summary,
     /// The work items of each step: (row, split) pairs of FLASH_ATTN, the work list of FLASHINFER.

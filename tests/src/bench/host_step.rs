@@ -1,6 +1,8 @@
 //! The host's work of a step that is neither the model nor sampling.
 
-use timetable_engine::BuilderSource;
+use std::time::Instant;
+
+use timetable_engine::{BuilderSource, spans};
 use timetable_types::Family;
 
 use super::Row;
@@ -30,7 +32,7 @@ pub(super) fn measure() -> Vec<Row> {
             None,
         ),
     ];
-    cases
+    let mut rows: Vec<Row> = cases
         .iter()
         .map(|(name, family, source, bar)| {
             let work = step_host::measure(*family, source, REQUESTS, STEPS);
@@ -52,5 +54,33 @@ pub(super) fn measure() -> Vec<Row> {
                 us(parts.output_ns)
             ))
         })
-        .collect()
+        .collect();
+    rows.push(spans());
+    rows
+}
+
+/// What a step's spans cost while nobody listens: the same calls as a step of one group makes.
+fn spans() -> Row {
+    const TURNS: u32 = 200_000;
+    let turn = |number: u64| {
+        let step = spans::step(std::hint::black_box(number));
+        let in_step = step.enter();
+        drop(spans::schedule());
+        spans::scheduled(&step, REQUESTS, REQUESTS);
+        drop(spans::batch());
+        let build = spans::build(0, 0);
+        drop(spans::verify());
+        drop(spans::prepare());
+        drop(build);
+        drop(spans::submit());
+        drop(in_step);
+        let _in_step = step.enter();
+        drop(spans::collect());
+    };
+    (0..1000).for_each(turn);
+    let start = Instant::now();
+    (0..u64::from(TURNS)).for_each(turn);
+    let ns = start.elapsed().as_nanos() as f64 / f64::from(TURNS);
+    Row::new("host-step/a step's spans, nobody listening", ns, "ns")
+        .note("8 spans; every step above has them".to_owned())
 }

@@ -2,6 +2,7 @@
 
 mod batch;
 mod blocks;
+mod counts;
 mod invariance;
 mod recorded;
 mod reload;

@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use timetable_attention::group::AttentionGroup;
-use timetable_engine::EngineStats;
+use timetable_engine::histogram::Histogram;
+use timetable_engine::timings::{STEP_NS, STEP_TOKENS};
+use timetable_engine::{EngineStats, FinishReason};
 use timetable_provenance::{Digest, Evidence, Trust};
 use timetable_sandbox::{
     Companions, Component, ContentHash, KeptCandidate, KeptVersion, ReloadHandle, ReloadPlan,
@@ -503,6 +505,7 @@ impl Control for Host {
             .collect::<Result<Vec<Value>, String>>()?;
         let mut table = self.startup.clone();
         table["builders"] = json!(builders);
+        table["instances"] = value(&self.sandbox.instances())?;
         table["engine"] = engine(&(self.stats)());
         Ok(table)
     }
@@ -511,6 +514,9 @@ impl Control for Host {
 /// The engine's counts, and the nanoseconds of each part of all its steps.
 pub fn engine(stats: &EngineStats) -> Value {
     let total = &stats.total;
+    let finished: BTreeMap<&str, u64> = FinishReason::ALL
+        .map(|reason| (reason.name(), stats.finished[reason as usize]))
+        .into();
     json!({
         "steps": stats.steps,
         "failed_steps": stats.failed_steps,
@@ -518,6 +524,14 @@ pub fn engine(stats: &EngineStats) -> Value {
         "tokens_computed": stats.tokens_computed,
         "tokens_sampled": stats.tokens_sampled,
         "preemptions": stats.preemptions,
+        "prompt_tokens": stats.prompt_tokens,
+        "prefix_queries": stats.prefix_queries,
+        "prefix_hits": stats.prefix_hits,
+        "kv_cache_blocks": stats.kv_blocks,
+        "kv_cache_usage": stats.kv_blocks_used as f64 / stats.kv_blocks.max(1) as f64,
+        "finished": finished,
+        "step_tokens": histogram(&stats.step_tokens, &STEP_TOKENS),
+        "step_ns": histogram(&stats.step_ns, &STEP_NS),
         "running": stats.running,
         "waiting": stats.waiting,
         "total_ns": {
@@ -538,6 +552,10 @@ pub fn engine(stats: &EngineStats) -> Value {
             "idle": total.idle_ns,
         },
     })
+}
+
+fn histogram<const N: usize>(histogram: &Histogram<N>, bounds: &[u64; N]) -> Value {
+    json!({ "count": histogram.count(), "sum": histogram.sum, "at_most": histogram.at_most(bounds) })
 }
 
 fn value(data: &impl serde::Serialize) -> Result<Value, String> {

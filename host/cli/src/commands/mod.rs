@@ -18,6 +18,7 @@ pub mod replay;
 pub mod replay_bundle;
 pub mod selftest;
 mod table;
+pub mod top;
 
 use std::io::{Read, Write};
 

@@ -147,6 +147,7 @@ pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Fail
         })
         .collect();
     let mut startup = startup(&engine);
+    startup["model_name"] = json!(arguments.model);
     if let Some(report) = memory.and_then(|memory| memory.get().copied()) {
         if !arguments.json {
             eprintln!("{}", device::summary(&report, config.block_size));
