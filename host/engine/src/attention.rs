@@ -544,7 +544,7 @@ impl StepBuilder {
         context: &VerifyContext<'_>,
         timings: &mut StepTimings,
     ) -> Result<Built, String> {
-        let _part = spans::build(accepting.segment, accepting.group);
+        let _part = spans::build(accepting.segment.index, accepting.group);
         let accept = |metadata: &Metadata| accepting.accept(metadata, context);
         let mut lap = Lap::start();
         let built = match self {

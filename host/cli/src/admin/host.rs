@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use timetable_attention::group::AttentionGroup;
 use timetable_engine::histogram::Histogram;
 use timetable_engine::timings::{STEP_NS, STEP_TOKENS};
-use timetable_engine::{EngineStats, FinishReason};
+use timetable_engine::{EngineStats, FinishReason, TenantStats};
 use timetable_provenance::{Digest, Evidence, Trust};
 use timetable_sandbox::{
     Companions, Component, ContentHash, KeptCandidate, KeptVersion, ReloadHandle, ReloadPlan,
@@ -43,8 +43,8 @@ impl Group {
 /// How long the end waits for what is still to be written.
 const SETTLE: Duration = Duration::from_secs(2);
 
-/// Reads the engine's counts and times, as of its last step.
-pub type StatsReader = Box<dyn Fn() -> EngineStats + Send + Sync>;
+/// Reads the engine's counts and times, and its tenants', as of its last step.
+pub type StatsReader = Box<dyn Fn() -> (EngineStats, Vec<TenantStats>) + Send + Sync>;
 
 /// The builders of a running host.
 pub struct Host {
@@ -506,7 +506,9 @@ impl Control for Host {
         let mut table = self.startup.clone();
         table["builders"] = json!(builders);
         table["instances"] = value(&self.sandbox.instances())?;
-        table["engine"] = engine(&(self.stats)());
+        let (stats, tenants) = (self.stats)();
+        table["engine"] = engine(&stats);
+        table["engine"]["tenants"] = tenants.iter().map(tenant).collect();
         Ok(table)
     }
 }
@@ -551,6 +553,19 @@ pub fn engine(stats: &EngineStats) -> Value {
             "kernel": total.kernel_ns,
             "idle": total.idle_ns,
         },
+    })
+}
+
+fn tenant(stats: &TenantStats) -> Value {
+    json!({
+        "name": stats.name.as_ref().map(TenantName::as_str),
+        "requests": stats.requests,
+        "failed_requests": stats.failed_requests,
+        "steps": stats.steps,
+        "tokens_computed": stats.tokens_computed,
+        "tokens_sampled": stats.tokens_sampled,
+        "running": stats.running,
+        "waiting": stats.waiting,
     })
 }
 

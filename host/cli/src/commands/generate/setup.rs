@@ -155,7 +155,8 @@ pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Fail
         startup["memory"] = device::table(&report, config.block_size);
     }
     let engine = EngineHandle::spawn(engine).map_err(Failure::of(Exit::Failure))?;
-    let stats = Box::new(engine.stats_reader());
+    let (stats, tenants) = (engine.stats_reader(), engine.tenant_stats_reader());
+    let stats = Box::new(move || (stats(), tenants()));
     Ok(Running {
         engine,
         tokenizer,
