@@ -30,10 +30,6 @@ pub fn suite(family: Family) -> Option<Vec<Base>> {
 }
 
 /// A random step of a random layer, and good metadata for it with random splits, chunks, tiles and orders.
-#[allow(
-    dead_code,
-    reason = "not everybody who includes this file has random steps"
-)]
 pub fn random_base(family: Family, random: &mut Random) -> Base {
     let mut config = match random.chance(3) {
         true => windowed(random.pick(&[1, 7, 16, 33, 64])),

@@ -4,10 +4,12 @@
 //!
 //! `TIMETABLE_TEST_SEED` starts elsewhere; `TIMETABLE_SOAK=N` does N times as much.
 
+#[allow(dead_code, reason = "it is used whole in its own test")]
 #[path = "../../../device/tests/verified/bases.rs"]
 mod bases;
 #[path = "../../../device/tests/verified/bench.rs"]
 mod bench;
+#[allow(dead_code, reason = "it is used whole in its own test")]
 #[path = "../../../device/tests/verified/case.rs"]
 mod case;
 mod guest;
