@@ -118,10 +118,10 @@ impl Table {
         let (starts, starts_before) = (now.starts(), before.starts());
         // Requests' rows in the step before, by place in the table of running requests.
         let mut row_of: Vec<u32> = Vec::new();
-        for row in 0..before.columns.len() {
+        for (row, &columns) in before.columns.iter().enumerate() {
             let request = before.request(row) as usize;
             // Padded rows all name request 0; places are few.
-            if request < 1 << 20 && before.columns[row] > 0 {
+            if request < 1 << 20 && columns > 0 {
                 if row_of.len() <= request {
                     row_of.resize(request + 1, 0);
                 }
@@ -129,8 +129,8 @@ impl Table {
             }
         }
         let mut table = Table::default();
-        for row in 0..now.columns.len() {
-            let blocks = &now.blocks[starts[row]..starts[row + 1]];
+        for (row, range) in starts.windows(2).enumerate() {
+            let blocks = &now.blocks[range[0]..range[1]];
             let base = row_of.get(now.request(row) as usize).copied().unwrap_or(0);
             let mut same = 0;
             if base > 0 {

@@ -8,6 +8,7 @@ mod build;
 mod decode;
 mod host_step;
 mod peer;
+mod record;
 mod reload;
 mod soak;
 mod tenants;
@@ -125,6 +126,11 @@ pub static BENCHMARKS: [Benchmark; 8] = [
         name: "reload",
         what: "what replacing a builder costs the step thread",
         measure: reload::measure,
+    },
+    Benchmark {
+        name: "record",
+        what: "what recording costs the step thread, and bytes of a step",
+        measure: record::measure,
     },
     Benchmark {
         name: "soak",

@@ -122,8 +122,6 @@ pub struct Host {
     next_block: i32,
     seed: u32,
     pub served: Vec<Served>,
-    /// What the recorder took of each step.
-    pub observe: Vec<Duration>,
 }
 
 impl Host {
@@ -163,7 +161,6 @@ impl Host {
             next_block: 1,
             seed: 1,
             served: Vec::new(),
-            observe: Vec::new(),
         };
         (0..rows).for_each(|row| host.admit(row as u32));
         host
@@ -295,14 +292,12 @@ impl Host {
             tensors: StepRecord::of(&context, usize::MAX).unwrap(),
             built: built.clone(),
         });
-        let start = Instant::now();
         recorder.observe(ObservedStep {
             slot: self.name,
             tenant: None,
             context: &context,
             built,
         });
-        self.observe.push(start.elapsed());
     }
 }
 
