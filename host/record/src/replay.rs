@@ -13,7 +13,7 @@ use std::{
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 use timetable_attention::{
-    BuildFault, FaultKind, MetadataBuilder, Verifier, VerifyContext, meaning, plain_builder,
+    BuildFault, FaultKind, Grant, MetadataBuilder, Verifier, VerifyContext, meaning, plain_builder,
     verify_step,
 };
 use timetable_sandbox::{
@@ -39,6 +39,8 @@ pub struct Candidate {
     pub origin: String,
     /// Options of its own instead of the recorded builder's. The rest of the configuration is the recorded one.
     pub options: Option<Vec<(String, String)>>,
+    /// What it is granted instead of what the recorded builder was.
+    pub grant: Option<Grant>,
 }
 
 /// What is replayed.
@@ -258,6 +260,7 @@ pub fn replay(
         candidate: candidate.map(|component| Trial {
             component,
             options: options.candidate.and_then(|given| given.options.clone()),
+            grant: options.candidate.and_then(|given| given.grant),
             tally: Tally::new(options.max_differences, false),
         }),
         recorded: Tally::new(options.max_differences, true),
@@ -338,6 +341,7 @@ struct OfSlot {
 struct Trial {
     component: Component,
     options: Option<Vec<(String, String)>>,
+    grant: Option<Grant>,
     tally: Tally,
 }
 
@@ -620,7 +624,11 @@ impl Replaying {
         }
         if let (Some(trial), Some(call)) = (&mut self.candidate, tried) {
             trial.tally.call(&call);
-            compare(&mut trial.tally, verifier, step, context, call.built);
+            let granted = VerifyContext {
+                grant: trial.grant.unwrap_or(context.grant),
+                ..*context
+            };
+            compare(&mut trial.tally, verifier, step, &granted, call.built);
         }
     }
 

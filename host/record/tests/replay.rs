@@ -2,9 +2,11 @@
 
 mod support;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use support::{Host, component, recorder};
+use timetable_attention::Grant;
+use timetable_componentize::GuestBuild;
 use timetable_record::{
     Candidate, Recording, ReplayError, ReplayOptions, ReplayReport, Verdict, replay,
 };
@@ -45,6 +47,7 @@ fn candidate(bytes: &[u8], options: &[(&str, &str)]) -> Candidate {
         bytes: bytes.to_vec(),
         origin: "new.wasm".to_owned(),
         options: (!options.is_empty()).then_some(options),
+        grant: None,
     }
 }
 
@@ -177,4 +180,54 @@ fn another_builder_is_compared_in_meaning_and_in_cost() {
     };
     let error = replay(&Recording::open(&path).unwrap(), &options, |_| {}).unwrap_err();
     assert!(matches!(error, ReplayError::Candidate { .. }), "{error}");
+}
+
+/// Example 04's builder, which leaves keys out.
+fn window_sink() -> Vec<u8> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let target = std::env::var_os("CARGO_TARGET_DIR");
+    let build = GuestBuild {
+        directory: root.join("guest-builders"),
+        target_dir: target
+            .map_or_else(|| root.join("target"), PathBuf::from)
+            .join("example-guests"),
+        packages: vec!["window-sink-builder".to_owned()],
+        profile: "guest".to_owned(),
+    };
+    build.run().unwrap().remove(0).bytes
+}
+
+#[test]
+fn a_builder_that_leaves_keys_out_is_refused_or_differs_as_it_is_granted() {
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("r");
+    record(
+        &path,
+        &[(component(Family::Flashinfer), "FLASHINFER/0", &[])],
+        100,
+    );
+    let recording = Recording::open(&path).unwrap();
+    let tried = |grant| {
+        let candidate = Candidate {
+            grant: Some(grant),
+            ..candidate(&window_sink(), &[("sink", "16"), ("window", "32")])
+        };
+        let options = ReplayOptions {
+            candidate: Some(&candidate),
+            ..ALONE
+        };
+        let report = replay(&recording, &options, |_| {}).unwrap();
+        report.candidate.unwrap()
+    };
+    let exact = tried(Grant::Exact);
+    assert!(exact.refused > 50, "{exact:?}");
+    assert!(exact.differences[0].what.contains("grant"), "{exact:?}");
+    let subset = tried(Grant::Subset);
+    assert_eq!(subset.refused, 0, "{subset:?}");
+    assert_eq!(subset.different, exact.refused);
+    assert_eq!(subset.differences[0].verdict, Verdict::Different);
+    assert!(
+        subset.differences[0].what.contains("left out"),
+        "{subset:?}"
+    );
 }

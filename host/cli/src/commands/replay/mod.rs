@@ -6,6 +6,7 @@ mod traffic;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum, ValueHint};
+use timetable_attention::Grant;
 use timetable_record::{Candidate, RecorderFigures};
 
 use super::read_component;
@@ -46,6 +47,10 @@ pub struct RecordingArgs {
     #[arg(long, value_name = "NAME", conflicts_with = "trace")]
     pub group: Option<String>,
 
+    /// What the new builder is granted [default: what the recorded one was]
+    #[arg(long, value_enum, conflicts_with = "trace", requires = "builder")]
+    pub grant: Option<GrantArg>,
+
     /// Steps to replay, at most
     #[arg(long, value_name = "N", conflicts_with = "trace")]
     pub limit: Option<u64>,
@@ -53,6 +58,15 @@ pub struct RecordingArgs {
     /// Differences to show, at most; all are counted
     #[arg(long, value_name = "N", default_value_t = 10, conflicts_with = "trace")]
     pub differences: usize,
+}
+
+/// What a builder may attend to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum GrantArg {
+    /// Every key
+    Exact,
+    /// Part of the context, by whole blocks
+    Subset,
 }
 
 /// How a trace is written.
@@ -111,7 +125,7 @@ pub fn run(arguments: &Replay) -> Result<(), Failure> {
     let candidate = arguments
         .builder
         .as_deref()
-        .map(|name| candidate(name, &arguments.builder_option))
+        .map(|name| candidate(name, arguments))
         .transpose()?;
     match (&arguments.recording, &arguments.trace) {
         (_, Some(trace)) => traffic::run(arguments, trace, candidate),
@@ -125,7 +139,8 @@ pub fn run(arguments: &Replay) -> Result<(), Failure> {
 }
 
 /// A component by its name in this binary, or by its path.
-fn candidate(name: &str, options: &[(String, String)]) -> Result<Candidate, Failure> {
+fn candidate(name: &str, arguments: &Replay) -> Result<Candidate, Failure> {
+    let options = &arguments.builder_option;
     let (bytes, origin) = match timetable_reference::component(name) {
         Some(component) => (component.bytes.to_vec(), format!("embedded {name}")),
         None => (read_component(Path::new(name))?, name.to_owned()),
@@ -133,7 +148,11 @@ fn candidate(name: &str, options: &[(String, String)]) -> Result<Candidate, Fail
     Ok(Candidate {
         bytes,
         origin,
-        options: (!options.is_empty()).then(|| options.to_vec()),
+        options: (!options.is_empty()).then(|| options.clone()),
+        grant: arguments.of_recording.grant.map(|grant| match grant {
+            GrantArg::Exact => Grant::Exact,
+            GrantArg::Subset => Grant::Subset,
+        }),
     })
 }
 

@@ -177,6 +177,7 @@ fn source(
                 bytes: embedded.bytes.to_vec(),
                 origin: format!("embedded {}", embedded.name),
                 options: None,
+                grant: None,
             }
         }
     };
