@@ -207,10 +207,11 @@ fn a_builder_that_leaves_keys_out_is_refused_or_differs_as_it_is_granted() {
         100,
     );
     let recording = Recording::open(&path).unwrap();
+    let bytes = window_sink();
     let tried = |grant| {
         let candidate = Candidate {
             grant: Some(grant),
-            ..candidate(&window_sink(), &[("sink", "16"), ("window", "32")])
+            ..candidate(&bytes, &[("sink", "16"), ("window", "32")])
         };
         let options = ReplayOptions {
             candidate: Some(&candidate),
@@ -224,7 +225,11 @@ fn a_builder_that_leaves_keys_out_is_refused_or_differs_as_it_is_granted() {
     assert!(exact.differences[0].what.contains("grant"), "{exact:?}");
     let subset = tried(Grant::Subset);
     assert_eq!(subset.refused, 0, "{subset:?}");
-    assert_eq!(subset.different, exact.refused);
+    assert!(subset.different > 50, "{subset:?}");
+    assert_eq!(
+        subset.different + subset.same_meaning + subset.identical,
+        100
+    );
     assert_eq!(subset.differences[0].verdict, Verdict::Different);
     assert!(
         subset.differences[0].what.contains("left out"),
