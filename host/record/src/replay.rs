@@ -504,19 +504,25 @@ impl Replaying {
         }
         self.recorded_digest.add(&step.slot.name, &step.metadata);
         let slot = self.slot(&step.slot).map_err(inconsistent)?;
-        // The candidate goes first in every other step: what one warms, the other finds warm.
-        let first = step.number.is_multiple_of(2);
-        let tried_first = first.then(|| self.candidate(slot, step)).flatten();
-        let recorded = self.recorded(slot, step)?;
-        let tried = tried_first.or_else(|| self.candidate(slot, step).filter(|_| !first));
+        let config = &step.slot.config;
         step.tensors
-            .with_context(&step.slot.config, &step.common, |context| {
-                verify_step(context).map_err(|refusal| refusal.to_string())?;
-                self.judge(slot, step, context, recorded, tried);
+            .with_context(config, &step.common, |context| {
+                // Before anything is built: the plain builder, like the verifier, relies on a step that is one.
+                verify_step(context).map_err(|refusal| inconsistent(refusal.to_string()))?;
+                // The candidate goes first in every other step: what one warms, the other finds warm.
+                let first = step.number.is_multiple_of(2);
+                let mut tried = None;
+                if first {
+                    tried = self.candidate(slot, step);
+                }
+                let again = self.recorded(slot, step)?;
+                if !first {
+                    tried = self.candidate(slot, step);
+                }
+                self.judge(slot, step, context, again, tried);
                 Ok(())
             })
-            .and_then(|judged| judged)
-            .map_err(inconsistent)
+            .map_err(inconsistent)?
     }
 
     fn candidate(&mut self, slot: usize, step: &RecordedStep) -> Option<Call> {

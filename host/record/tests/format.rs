@@ -8,7 +8,7 @@ use support::{Host, component, recorder, settle};
 use timetable_record::{
     Behind, Missing, RecordError, RecordedStep, RecorderOptions, Recording, RecordingError, record,
 };
-use timetable_sandbox::{Limits, Sandbox};
+use timetable_sandbox::{Limits, Sandbox, TenantName};
 use timetable_types::Family;
 
 fn sandbox() -> Sandbox {
@@ -70,6 +70,7 @@ fn every_step_comes_back_as_it_was() {
         ),
         Host::new(&sandbox, chaos, "FLASH_ATTN/2", &trap, 12),
     ];
+    hosts[2].tenant = Some(TenantName::new("team-a").unwrap());
     for _ in 0..60 {
         for host in &mut hosts {
             host.step(&mut recorder);
@@ -89,6 +90,7 @@ fn every_step_comes_back_as_it_was() {
     for (index, step) in steps.iter().enumerate() {
         let served = &hosts[index % 3].served[index / 3];
         assert_eq!(step.number, index as u64);
+        assert_eq!(step.slot.tenant, hosts[index % 3].tenant);
         assert_eq!(step.common, served.common, "step {index}");
         assert_eq!(step.tensors, served.tensors, "step {index}");
         assert_eq!(step.metadata, served.built.metadata, "step {index}");

@@ -12,7 +12,7 @@ use timetable_attention::{
 use timetable_record::{Behind, Recorder, RecorderHandle, RecorderOptions, record};
 use timetable_sandbox::{
     BuildBudget, FaultPolicy, GroupBuilder, GroupSetup, Limits, ObservedStep, Sandbox,
-    StepMetadata, StepObserver, StepRecord,
+    StepMetadata, StepObserver, StepRecord, TenantName,
 };
 use timetable_types::*;
 
@@ -118,6 +118,8 @@ pub struct Host {
     pub group: GroupBuilder,
     config: BuilderConfig,
     name: &'static str,
+    /// Whose slot it is.
+    pub tenant: Option<TenantName>,
     running: Vec<Running>,
     next_block: i32,
     seed: u32,
@@ -157,6 +159,7 @@ impl Host {
             group,
             config,
             name,
+            tenant: None,
             running: Vec::new(),
             next_block: 1,
             seed: 1,
@@ -294,7 +297,7 @@ impl Host {
         });
         recorder.observe(ObservedStep {
             slot: self.name,
-            tenant: None,
+            tenant: self.tenant.as_ref(),
             context: &context,
             built,
         });
