@@ -192,7 +192,7 @@ fn a_host_that_is_killed_at_any_point_starts_with_a_version_that_was_active() {
         let answers = if starting {
             0
         } else {
-            random.below(5) as usize
+            random.below(10) as usize
         };
         let after = Duration::from_micros(random.below(60_000));
         let before = submitted.load(Ordering::Relaxed);

@@ -110,6 +110,21 @@ impl Sandbox {
         Component::load(self, bytes)
     }
 
+    /// As `load`, on the reload thread, whose priority is below that of the step thread. Waits for it.
+    ///
+    /// # Errors
+    /// As `load`.
+    pub fn load_aside(&self, bytes: &[u8]) -> Result<Component, LoadError> {
+        let (answer, answered) = crossbeam_channel::bounded(1);
+        let (sandbox, copy) = (self.clone(), bytes.to_vec());
+        self.shared.workshop.run(move || {
+            // Whoever asked may have gone.
+            let _ = answer.send(sandbox.load(&copy));
+        });
+        // No answer: the job panicked, which loading here would show.
+        answered.recv().unwrap_or_else(|_| self.load(bytes))
+    }
+
     /// From here on, faults of every group are kept as bundles in `dir`.
     pub fn keep_faults_in(&self, dir: FaultDir) {
         self.shared

@@ -553,10 +553,10 @@ fn companions_serve_together_or_not_at_all() {
     ];
     let submit = |groups: &[Served; 2], components: [&[u8]; 2], steps: [u32; 2]| {
         let companions = Companions::of(2);
-        for index in 0..2 {
-            let component = sandbox.load(components[index]).unwrap();
-            let plan = plan(steps[index], Some((1000, 5)));
-            groups[index]
+        for ((served, bytes), steps) in groups.iter().zip(components).zip(steps) {
+            let component = sandbox.load(bytes).unwrap();
+            let plan = plan(steps, Some((1000, 5)));
+            served
                 .handle
                 .submit(Some(&component), "second", None, &plan, &companions)
                 .unwrap();
@@ -720,5 +720,5 @@ fn staged_reloads_while_steps_run_lose_no_step() {
         "{activated} {withdrawn}"
     );
     // Nothing that was refused was ever executed.
-    assert!(served.log.iter().all(|(splits, _)| ![9].contains(splits)));
+    assert!(served.log.iter().all(|(splits, _)| *splits != 9));
 }

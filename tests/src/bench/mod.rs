@@ -134,8 +134,13 @@ pub static BENCHMARKS: [Benchmark; 9] = [
     },
     Benchmark {
         name: "soak",
-        what: "staged reloads without end: requests, memory, and the steps meanwhile; two minutes",
+        what: "staged reloads without end, and what they do to requests and to memory; two minutes",
         measure: soak::measure,
+    },
+    Benchmark {
+        name: "reload-latency",
+        what: "steps while versions compile and are tried, beside steps without; half a minute",
+        measure: soak::latency,
     },
     Benchmark {
         name: "tenants",

@@ -188,7 +188,7 @@ impl Host {
     fn load(&self, bytes: &[u8], groups: &[&Group], backend: &str) -> Result<Component, String> {
         let loaded = self
             .sandbox
-            .load(bytes)
+            .load_aside(bytes)
             .map_err(|error| error.to_string())?;
         let families = groups.iter().map(|group| group.handle.family());
         match families
@@ -233,7 +233,10 @@ impl Host {
             .map_err(|error| line(&error))?;
         let admitted = self.trust().admit(&bytes, signature.as_deref());
         self.remember(admitted.map_err(|error| line(&error))?);
-        let loaded = self.sandbox.load(&bytes).map_err(|error| line(&error))?;
+        let loaded = self
+            .sandbox
+            .load_aside(&bytes)
+            .map_err(|error| line(&error))?;
         let (plan, companions) = (ReloadPlan::default(), Companions::of(groups.len()));
         Self::change(groups, |handle| {
             let options = Some(kept.options.clone());
