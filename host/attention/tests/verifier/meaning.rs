@@ -70,7 +70,7 @@ fn changes<M>(family: Family, changes: &[Change<M>], record: fn(&mut Metadata) -
         match found {
             Ok(()) => assert!(!means, "{field} has a meaning"),
             Err(Difference::Value { field: named, .. }) => {
-                assert_eq!((named, true), (*field, *means))
+                assert_eq!((named, true), (*field, *means));
             }
             Err(other) => panic!("{field}: {other}"),
         }

@@ -32,7 +32,7 @@ impl<'b> Bench<'b> {
             reading: read(&base.case, &base.metadata),
             verifier: Verifier::new(),
         };
-        base.case.with(|ctx| verify_step(ctx)).expect(base.name);
+        base.case.with(verify_step).expect(base.name);
         bench
     }
 

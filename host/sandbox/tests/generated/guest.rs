@@ -48,7 +48,7 @@ impl Reencode for Shifted {
 }
 
 /// Arbitrary code, and the functions in it that numbers go into and come out of. Most of it cannot trap.
-fn noise(random: &mut Random) -> Option<(Vec<(u8, Vec<u8>)>, Vec<Noise>)> {
+fn noise(random: &mut Random) -> Option<(Sections, Vec<Noise>)> {
     let bytes: Vec<u8> = (0..512 + random.below(3072))
         .map(|_| random.next() as u8)
         .collect();
@@ -153,7 +153,9 @@ fn call(noise: &Noise) -> Vec<I<'static>> {
 }
 
 /// A module's sections: number and contents.
-fn sections(module: &[u8]) -> Vec<(u8, Vec<u8>)> {
+type Sections = Vec<(u8, Vec<u8>)>;
+
+fn sections(module: &[u8]) -> Sections {
     let (mut found, mut at) = (Vec::new(), 8);
     while at < module.len() {
         let id = module[at];
