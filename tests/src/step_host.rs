@@ -1,8 +1,10 @@
 //! A step's host work: everything of a step but the model's forward pass and sampling, with a model that computes nothing.
 
 use timetable_engine::{
-    BuilderSource, CacheSize, EngineConfig, StepTimings, backend_name, runner::NullModel,
+    Builders, CacheSize, Engine, EngineConfig, GenerationRequest, SlotConfig, StepTimings,
+    TenantConfig, backend_name, runner::NullModel,
 };
+use timetable_sandbox::TenantName;
 use timetable_types::Family;
 
 use crate::drive;
@@ -20,19 +22,29 @@ pub struct StepHostWork {
     pub parts: StepTimings,
 }
 
-/// Measures `steps` steps of `requests` decodes with lengths between 100 and 1,100 tokens, after a warm-up.
+/// Measures `steps` steps of `requests` decodes with lengths between 100 and 1,100 tokens, after a warm-up. Where tenants have builders,
+/// the requests are theirs, dealt in turn: each step has a segment for each.
 pub fn measure(
     family: Family,
-    source: &BuilderSource,
+    builders: Builders<'_>,
     requests: usize,
     steps: usize,
 ) -> StepHostWork {
+    let names = builders.tenants.iter().map(|(name, _)| name.clone());
+    let names: Vec<TenantName> = names.collect();
     let config = EngineConfig {
         attention_backend: Some(backend_name(family).to_owned()),
         max_num_seqs: requests,
         max_num_batched_tokens: 8192,
         max_model_len: Some(8192),
         cache_size: CacheSize::Blocks(requests * 200),
+        tenants: names
+            .iter()
+            .map(|name| TenantConfig {
+                slot: Some(SlotConfig::default()),
+                ..TenantConfig::new(name.clone())
+            })
+            .collect(),
         ..EngineConfig::default()
     };
     let mut sizes = drive::tiny_llama().config().clone();
@@ -44,12 +56,17 @@ pub fn measure(
         sizes.head_dim,
     ) = (9, 3, 64);
     sizes.vocab_size = 32;
-    let mut engine = drive::engine(&config, Box::new(NullModel::new(sizes)), source);
+    let model = Box::new(NullModel::new(sizes));
+    let mut engine =
+        Engine::new(&config, model, None, drive::sandbox(), builders).expect("the engine starts");
     for request in 0..requests {
         let prompt: Vec<u32> = (0..100 + request * 1000 / requests)
             .map(|index| ((index * 7 + request) % 32) as u32)
             .collect();
-        let request = drive::greedy(&prompt, steps + 200);
+        let request = GenerationRequest {
+            tenant: names.get(request % names.len().max(1)).cloned(),
+            ..drive::greedy(&prompt, steps + 200)
+        };
         engine.add_request(request).expect("the request is taken");
     }
     while engine.step().num_tokens != requests {}

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use timetable_engine::{BuilderSource, spans};
+use timetable_engine::{BuilderSource, Builders, spans};
 use timetable_types::Family;
 
 use super::Row;
@@ -10,6 +10,8 @@ use crate::{drive, step_host};
 
 const REQUESTS: usize = 256;
 const STEPS: usize = 2000;
+/// Tenants with a builder of their own: what a step may have by default.
+const SEGMENTS: usize = 4;
 
 pub(super) fn measure() -> Vec<Row> {
     let cases = [
@@ -32,10 +34,26 @@ pub(super) fn measure() -> Vec<Row> {
             None,
         ),
     ];
+    let of_tenant = |index: usize| {
+        let name = format!("t{index}").parse().expect("a tenant's name");
+        (name, drive::component("flash-attn"))
+    };
+    let tenants: Vec<_> = (0..SEGMENTS).map(of_tenant).collect();
+    let apart = (
+        "FLASH_ATTN, 4 tenants' builders",
+        Family::FlashAttn,
+        Builders {
+            default: &BuilderSource::Plain,
+            tenants: &tenants,
+        },
+        None,
+    );
     let mut rows: Vec<Row> = cases
         .iter()
-        .map(|(name, family, source, bar)| {
-            let work = step_host::measure(*family, source, REQUESTS, STEPS);
+        .map(|(name, family, source, bar)| (*name, *family, Builders::from(source), *bar))
+        .chain([apart])
+        .map(|(name, family, builders, bar)| {
+            let work = step_host::measure(family, builders, REQUESTS, STEPS);
             let parts = work.parts;
             let us = |ns: u64| ns as f64 / 1e3;
             Row::new(
@@ -43,7 +61,7 @@ pub(super) fn measure() -> Vec<Row> {
                 us(work.median_ns),
                 "µs",
             )
-            .at_most(*bar)
+            .at_most(bar)
             .note(format!(
                 "schedule {:.1}, batch {:.1}, build {:.1}, verify {:.1}, prepare {:.1}, output {:.1}",
                 us(parts.schedule_ns),
