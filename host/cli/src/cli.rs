@@ -48,7 +48,7 @@ Examples:
     #[command(after_help = "\
 Examples:
   timetable reload FLASH_ATTN target/guests/flash-attn-fixed-split.wasm
-  timetable reload FLASH_ATTN oci://ghcr.io/me/builder@sha256:… --signature builder.wasm.minisig
+  timetable reload FLASH_ATTN oci://registry.example/me/builder@sha256:… --signature builder.wasm.minisig
   timetable reload FLASH_ATTN mine.wasm --shadow 1000 --canary 5% --wait
   timetable reload FLASH_ATTN --builder-option splits=4 --shadow 1000
   timetable rollback FLASH_ATTN")]

@@ -62,7 +62,7 @@ pub enum ReferenceError {
     Digest(String),
     /// No registry's host.
     #[error(
-        "`{0}` does not begin with a registry's host; give oci://registry/repository@sha256:…, as oci://ghcr.io/me/builder@sha256:…"
+        "`{0}` does not begin with a registry's host; give oci://registry/repository@sha256:…, as oci://registry.example/me/builder@sha256:…"
     )]
     NoRegistry(String),
     /// Otherwise not a reference.
@@ -108,7 +108,7 @@ impl Default for FetchLimits {
 #[error("{reference}: {problem}")]
 pub struct OciError {
     /// The component that was asked for.
-    pub reference: OciReference,
+    pub reference: Box<OciReference>,
     /// What was wrong, and the remedy.
     pub problem: OciProblem,
 }
@@ -184,7 +184,7 @@ pub enum OciProblem {
 /// Brings the component's bytes.
 pub(crate) fn pull(reference: &OciReference, limits: &FetchLimits) -> Result<Vec<u8>, OciError> {
     let failed = |problem| OciError {
-        reference: reference.clone(),
+        reference: Box::new(reference.clone()),
         problem,
     };
     let runtime = tokio::runtime::Builder::new_current_thread()

@@ -110,8 +110,7 @@ impl Recording {
                 path: path.to_owned(),
                 error,
             })?
-            .into_iter()
-            .map(|(_, path)| path)
+            .into_values()
             .collect();
         let Some(first) = segments.first() else {
             return Err(RecordingError::Empty {

@@ -229,7 +229,7 @@ impl Shadow {
             }
             // The host's own record: nothing that the candidate could be blamed for.
             Err(problem) => {
-                tracing::debug!(group = %self.shared.name, "a shadow step is left out: {problem}")
+                tracing::debug!(group = %self.shared.name, "a shadow step is left out: {problem}");
             }
         }
     }
