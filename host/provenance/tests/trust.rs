@@ -236,7 +236,7 @@ fn what_is_wrong_with_a_signature_is_said_with_the_remedy() {
         (Some(b"\0asm".to_vec()), ["is no signature", "minisign -S"]),
         (Some(vec![]), ["is no signature", "minisign -S"]),
         (
-            Some(MINISIGN_HASHED[..120].as_bytes().to_vec()),
+            Some(MINISIGN_HASHED.as_bytes()[..120].to_vec()),
             ["a damaged minisign signature", "copy the whole file"],
         ),
     ] {

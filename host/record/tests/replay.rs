@@ -13,8 +13,11 @@ use timetable_record::{
 use timetable_sandbox::{Limits, Sandbox};
 use timetable_types::Family;
 
+/// A component, its slot's name, and its options.
+type Slot<'a> = (&'a [u8], &'static str, &'a [(&'a str, &'a str)]);
+
 /// Records `steps` steps of a slot for each of `slots`.
-fn record(path: &Path, slots: &[(&[u8], &'static str, &[(&str, &str)])], steps: usize) {
+fn record(path: &Path, slots: &[Slot<'_>], steps: usize) {
     let sandbox = Sandbox::new(Limits::default()).unwrap();
     let (mut recorder, handle) = recorder(path);
     let mut hosts: Vec<Host> = slots

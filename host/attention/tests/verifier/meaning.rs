@@ -83,24 +83,24 @@ fn each_field_of_flash_attn_has_a_meaning_or_none() {
     let table: [Change<M>; 20] = [
         ("num_actual_tokens", true, |m| m.num_actual_tokens += 1),
         ("query_start_loc", true, |m| {
-            m.query_start_loc = Tensor::Input(Input::SeqLens)
+            m.query_start_loc = Tensor::Input(Input::SeqLens);
         }),
         ("seq_lens", true, |m| m.seq_lens = Tensor::Values(vec![1])),
         ("block_table", true, |m| {
-            m.block_table = Tensor::Input(Input::SeqLens)
+            m.block_table = Tensor::Input(Input::SeqLens);
         }),
         ("slot_mapping", true, |m| {
-            m.slot_mapping = Tensor::Input(Input::Positions)
+            m.slot_mapping = Tensor::Input(Input::Positions);
         }),
         ("causal", true, |m| m.causal = Causal::All(false)),
         ("dcp_context_kv_lens", true, |m| {
             m.dcp_context_kv_lens = Some(Tensor::ContextLens(RowRange { start: 0, end: 4 }));
         }),
         ("mm_prefix_query_range", true, |m| {
-            m.mm_prefix_query_range = spans(vec![3, 5])
+            m.mm_prefix_query_range = spans(vec![3, 5]);
         }),
         ("mm_prefix_query_range", false, |m| {
-            m.mm_prefix_query_range = spans(vec![-1, -1])
+            m.mm_prefix_query_range = spans(vec![-1, -1]);
         }),
         ("rswa_prefix_lens", true, |m| {
             m.rswa_prefix_lens = Some(Tensor::Input(Input::RswaPrefixLens));
@@ -110,16 +110,16 @@ fn each_field_of_flash_attn_has_a_meaning_or_none() {
         ("max_query_len", false, |m| m.max_query_len += 1),
         ("max_seq_len", false, |m| m.max_seq_len += 1),
         ("max_dcp_context_kv_len", false, |m| {
-            m.max_dcp_context_kv_len += 1
+            m.max_dcp_context_kv_len += 1;
         }),
         ("num_decode_reqs", false, |m| m.num_decode_reqs += 1),
         ("num_prefill_tokens", false, |m| m.num_prefill_tokens += 1),
         ("max_num_splits", false, |m| m.max_num_splits += 1),
         ("schedule.max_num_splits", false, |m| {
-            m.schedule.max_num_splits += 1
+            m.schedule.max_num_splits += 1;
         }),
         ("schedule.num_splits", false, |m| {
-            m.schedule.num_splits = vec![2, 1, 1, 1]
+            m.schedule.num_splits = vec![2, 1, 1, 1];
         }),
         ("schedule.tile_order", false, |m| {
             m.schedule.tile_order = TileOrder::Rows(vec![3, 2, 1, 0]);
@@ -165,42 +165,42 @@ fn each_field_of_flashinfer_has_a_meaning_or_none() {
         }),
         ("num_actual_tokens", true, |m| m.num_actual_tokens += 1),
         ("slot_mapping", true, |m| {
-            m.slot_mapping = Tensor::Input(Input::Positions)
+            m.slot_mapping = Tensor::Input(Input::Positions);
         }),
         ("causal", true, |m| m.causal = false),
         ("q_data_type", true, |m| {
-            m.q_data_type_prefill = Dtype::Float8E4m3
+            m.q_data_type_prefill = Dtype::Float8E4m3;
         }),
         ("plan's q_data_type", true, |m| {
-            decode(m).q_data_type = Dtype::Float8E4m3
+            decode(m).q_data_type = Dtype::Float8E4m3;
         }),
         ("kv_data_type", true, |m| {
-            prefill(m).kv_data_type = Dtype::Float8E5m2
+            prefill(m).kv_data_type = Dtype::Float8E5m2;
         }),
         ("o_data_type", true, |m| {
-            decode(m).o_data_type = Dtype::Float32
+            decode(m).o_data_type = Dtype::Float32;
         }),
         ("sm_scale", true, |m| prefill(m).sm_scale = 0.25),
         ("logits_soft_cap", true, |m| {
-            decode(m).logits_soft_cap = Some(1.0)
+            decode(m).logits_soft_cap = Some(1.0);
         }),
         ("window_left", true, |m| decode(m).window_left = 7),
         ("plan's causal", true, |m| prefill(m).causal = false),
         ("num_decode_tokens", false, |m| m.num_decode_tokens += 1),
         ("fixed_split_size", false, |m| {
-            decode(m).fixed_split_size = 16
+            decode(m).fixed_split_size = 16;
         }),
         ("disable_split_kv", false, |m| {
-            prefill(m).disable_split_kv ^= true
+            prefill(m).disable_split_kv ^= true;
         }),
         ("cudagraph_batch_size", false, |m| {
-            decode(m).cudagraph_batch_size = 2
+            decode(m).cudagraph_batch_size = 2;
         }),
         ("work.kv_chunk_size", false, |m| {
-            decode(m).work.kv_chunk_size += 16
+            decode(m).work.kv_chunk_size += 16;
         }),
         ("work.worker_indptr", false, |m| {
-            prefill(m).work.worker_indptr.push(1)
+            prefill(m).work.worker_indptr.push(1);
         }),
     ];
     changes(Family::Flashinfer, &table, |metadata| match metadata {
