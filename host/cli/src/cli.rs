@@ -9,6 +9,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 use serde::{Deserialize, Serialize};
 use timetable_sandbox::TenantName;
 
+use crate::commands::config::ConfigCommand;
 use crate::commands::reload::Reload;
 use crate::device::DeviceArg;
 
@@ -406,9 +407,9 @@ pub struct HostArgs {
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub record: Option<PathBuf>,
 
-    /// MiB that a recording may have; the oldest steps go
-    #[arg(long, value_name = "MIB", default_value_t = 1024, requires = "record")]
-    pub record_max_mib: u64,
+    /// MiB that a recording may have; the oldest steps go [default: 1GiB]
+    #[arg(long, value_name = "MIB")]
+    pub record_max_mib: Option<u64>,
 
     /// What becomes of a step in which the builder faults [default: fallback]
     #[arg(long, value_enum)]
@@ -453,61 +454,6 @@ pub struct Rollback {
 
 #[derive(Debug, Args)]
 pub struct Builders {
-    #[command(flatten)]
-    pub admin: AdminArgs,
-}
-
-/// What `timetable config` does.
-#[derive(Debug, Subcommand)]
-#[allow(clippy::large_enum_variant, reason = "parsed once")]
-pub enum ConfigCommand {
-    /// Check a file: every problem with its line, or what differs from the defaults
-    Check(ConfigCheck),
-
-    /// Show every setting in force, and whether it comes from a flag, the file or the default
-    Show(ConfigShow),
-
-    /// Print a complete file: every setting with its documentation and its default
-    Default(ConfigDefault),
-
-    /// Make the running host read the file anew: what can change while it runs does, the rest is named
-    Apply(ConfigApply),
-}
-
-#[derive(Debug, Args)]
-pub struct ConfigCheck {
-    /// The file
-    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
-    pub path: PathBuf,
-
-    /// Print JSON
-    #[arg(long)]
-    pub json: bool,
-}
-
-#[derive(Debug, Args)]
-pub struct ConfigShow {
-    #[command(flatten)]
-    pub settings: SettingArgs,
-
-    /// Print JSON
-    #[arg(long)]
-    pub json: bool,
-}
-
-#[derive(Debug, Args)]
-pub struct ConfigDefault {
-    /// Print the same as Markdown tables
-    #[arg(long)]
-    pub markdown: bool,
-}
-
-#[derive(Debug, Args)]
-pub struct ConfigApply {
-    /// The file
-    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
-    pub path: PathBuf,
-
     #[command(flatten)]
     pub admin: AdminArgs,
 }

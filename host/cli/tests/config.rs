@@ -268,6 +268,38 @@ fn each_bad_value_gets_one_error() {
             "below max_bundle_bytes 33554432; the directory must hold one bundle",
         ),
         (
+            "[tenants.acme]\nshare = 5000",
+            "2:9 tenants.acme.share = 5000: give a number from 0.001 to 1000",
+        ),
+        (
+            "[tenants.Acme]\nshare = 1",
+            "1:10 tenants.Acme = : tenant name \"Acme\": use 1 to 64",
+        ),
+        (
+            "[tenants.acme]\ngrant = \"subset\"",
+            "tenants.acme.component = : component is not given",
+        ),
+        (
+            "[tenants.acme]\ncomponent = \"default\"\nlimits.fuel_per_call = 1_000_000",
+            "3:24 tenants.acme.limits.fuel_per_call = 1_000_000: fuel_per_call is 1000000, above the sandbox's 400000",
+        ),
+        (
+            "[tenants.\"a.b\"]\ncomponent = \"default\"\npolicy.window_steps = 1",
+            "3:23 tenants.\"a.b\".policy.window_steps = 1: window_steps is 1, below",
+        ),
+        (
+            "[recording]\nmax_bytes = \"32MiB\"",
+            "segment_bytes is 33554432, more than an eighth of max_bytes 33554432",
+        ),
+        (
+            "[reload.gates]\nmax_build_ratio = inf",
+            "give a number from 0.001 to 1000000000",
+        ),
+        (
+            "[reload.canary]\nper_mille = 10\ntenants = [\"acme\"]",
+            "canary has a share of 10",
+        ),
+        (
             "[provenance]\nrequire = \"signature\"",
             "require would admit nothing: give keys or key_files as well",
         ),
@@ -620,6 +652,62 @@ fn what_can_change_live_does_and_what_cannot_is_named() {
         changes(&host.apply(&format!("{start}{builder}").replace("\"3\"", "\"4\""))).len(),
         0
     );
+}
+
+#[test]
+fn tenants_of_the_file_have_builders_of_their_own() {
+    let start = "[engine]\nnum_gpu_blocks_override = 256\nweights = \"f32\"\n\
+                 [recording]\ndir = \"recording\"\n\
+                 [tenants.plain]\nshare = 2\n\
+                 [tenants.acme]\ncomponent = \"default\"\npolicy.quarantine_faults = 3\n";
+    let host = Host::start(start);
+    assert!(host.scratch.path().join("recording").is_dir());
+    let of_acme = || {
+        let ran = run(&["builders", "--admin", &host.socket, "--json"]);
+        let table = ran.succeeds().json();
+        let groups = table["builders"].as_array().unwrap();
+        assert_eq!(groups.len(), 2, "{table}");
+        assert_eq!(groups[0]["tenant"], Value::Null);
+        assert_eq!(groups[0]["policy"]["quarantine_faults"], 8);
+        assert_eq!(groups[1]["tenant"], "acme");
+        groups[1].clone()
+    };
+    let before = of_acme();
+    assert_eq!(before["policy"]["quarantine_faults"], 3);
+
+    // Its policy and component change live; its share and who there is do not.
+    let component = timetable_reference::component("flash-attn-fixed-split").unwrap();
+    file(&host.scratch, "mine.wasm", component.bytes);
+    let changed = start
+        .replace("share = 2", "share = 3")
+        .replace("quarantine_faults = 3", "quarantine_faults = 5")
+        .replace("\"default\"", "\"mine.wasm\"")
+        + "[tenants.new]\n";
+    let ran = host.apply(&changed);
+    let mine = host.scratch.path().join("mine.wasm");
+    assert_eq!(
+        changes(&ran),
+        [
+            format!(
+                "tenants.acme.component \"default\" \"{}\" true",
+                mine.display()
+            ),
+            "tenants.acme.policy.quarantine_faults 3 5 true".to_owned(),
+            "tenants.new.share - 1.0 false".to_owned(),
+            "tenants.plain.share 2.0 3.0 false".to_owned(),
+        ]
+    );
+    let versions = ran.json()["versions"].clone();
+    assert_eq!(versions[0]["tenant"], "acme");
+    let after = of_acme();
+    assert_eq!(after["policy"]["quarantine_faults"], 5);
+    let served = [&after["active"]["version"], &after["pending"]["version"]];
+    assert!(
+        served.contains(&&versions[0]["version"]["version"]),
+        "{after}"
+    );
+    // What waits for a restart is told again.
+    assert_eq!(changes(&host.apply(&changed)).len(), 2);
 }
 
 #[test]

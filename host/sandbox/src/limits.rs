@@ -112,8 +112,13 @@ impl Default for CallLimits {
 }
 
 impl CallLimits {
-    /// What exceeds `most`, if anything: field, value, remedy.
+    /// What exceeds `most` first, if anything: field, value, remedy.
     pub(crate) fn beyond(&self, most: &Limits) -> Option<String> {
+        self.problems(most).into_iter().next()
+    }
+
+    /// Everything that exceeds `most`, the sandbox's. Each begins with the field and its value and ends with the remedy.
+    pub fn problems(&self, most: &Limits) -> Vec<String> {
         let bounds = [
             ("fuel_per_call", self.fuel_per_call, most.fuel_per_call),
             ("fuel_per_row", self.fuel_per_row, most.fuel_per_row),
@@ -130,10 +135,14 @@ impl CallLimits {
                 most.max_lifted_bytes as u64,
             ),
         ];
-        let (field, value, bound) = bounds.into_iter().find(|(_, value, most)| value > most)?;
-        Some(format!(
-            "{field} is {value}, above the sandbox's {bound}; lower it, or raise the sandbox's"
-        ))
+        let beyond = bounds.into_iter().filter(|(_, value, most)| value > most);
+        beyond
+            .map(|(field, value, bound)| {
+                format!(
+                    "{field} is {value}, above the sandbox's {bound}; lower it, or raise the sandbox's"
+                )
+            })
+            .collect()
     }
 }
 

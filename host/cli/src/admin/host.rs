@@ -94,11 +94,12 @@ impl Host {
         }
     }
 
-    /// Runs only what `trust` admits. `evidence` is of the component that serves first.
+    /// Runs only what `trust` admits. `evidence` is of the components that serve first.
     #[must_use]
-    pub fn trusting(mut self, trust: Trust, evidence: Evidence) -> Self {
+    pub fn trusting(mut self, trust: Trust, evidence: Vec<Evidence>) -> Self {
         self.trust = RwLock::new(trust);
-        self.evidence = Mutex::new(BTreeMap::from([(evidence.content, evidence)]));
+        let known = evidence.into_iter().map(|known| (known.content, known));
+        self.evidence = Mutex::new(known.collect());
         self
     }
 

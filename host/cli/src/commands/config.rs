@@ -1,5 +1,8 @@
 //! `config`: the operator's configuration, looked at without a host; and `config apply`, which asks the running one.
 
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand, ValueHint};
 use serde_json::{Value, json};
 
 use super::control::socket;
@@ -7,9 +10,64 @@ use super::generate::settings;
 use super::table::table;
 use super::{print, print_json};
 use crate::admin::{self, Request};
-use crate::cli::{ConfigApply, ConfigCheck, ConfigCommand, ConfigShow};
+use crate::cli::{AdminArgs, SettingArgs};
 use crate::config::{self, Effective, File, Layer};
 use crate::exit::{Exit, Failure};
+
+/// What `timetable config` does.
+#[derive(Debug, Subcommand)]
+#[allow(clippy::large_enum_variant, reason = "parsed once")]
+pub enum ConfigCommand {
+    /// Check a file: every problem with its line, or what differs from the defaults
+    Check(ConfigCheck),
+
+    /// Show every setting in force, and whether it comes from a flag, the file or the default
+    Show(ConfigShow),
+
+    /// Print a complete file: every setting with its documentation and its default
+    Default(ConfigDefault),
+
+    /// Make the running host read the file anew: what can change while it runs does, the rest is named
+    Apply(ConfigApply),
+}
+
+#[derive(Debug, Args)]
+pub struct ConfigCheck {
+    /// The file
+    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub path: PathBuf,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ConfigShow {
+    #[command(flatten)]
+    pub settings: SettingArgs,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ConfigDefault {
+    /// Print the same as Markdown tables
+    #[arg(long)]
+    pub markdown: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ConfigApply {
+    /// The file
+    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub path: PathBuf,
+
+    #[command(flatten)]
+    pub admin: AdminArgs,
+}
 
 /// One of its commands.
 pub fn run(command: &ConfigCommand) -> Result<(), Failure> {

@@ -89,7 +89,7 @@ fn render(answer: &Value) -> String {
         for fault in builder["fault_records"].as_array().unwrap_or(&empty) {
             text.push_str(&format!(
                 "{}: {} × {} in {}: {}\n",
-                builder["backend"].as_str().unwrap_or("?"),
+                slot(builder),
                 fault["count"],
                 fault["kind"].as_str().unwrap_or("?"),
                 short(fault["version"].as_str().unwrap_or("?")),
@@ -138,7 +138,7 @@ fn row(builder: &Value) -> Vec<String> {
         .as_object()
         .map_or(0, |kinds| kinds.values().filter_map(Value::as_u64).sum());
     vec![
-        builder["backend"].as_str().unwrap_or("?").to_owned(),
+        slot(builder),
         count(&builder["layers"]),
         builder["active"]["version"]
             .as_str()
@@ -161,6 +161,15 @@ fn row(builder: &Value) -> Vec<String> {
             .as_str()
             .map_or_else(String::new, short),
     ]
+}
+
+/// What a builder's slot is called: its backend, with the tenant whose it is.
+fn slot(builder: &Value) -> String {
+    let backend = builder["backend"].as_str().unwrap_or("?");
+    match builder["tenant"].as_str() {
+        Some(tenant) => format!("{backend}@{tenant}"),
+        None => backend.to_owned(),
+    }
 }
 
 /// The first digits of a hash: enough to tell versions apart.

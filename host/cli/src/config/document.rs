@@ -110,7 +110,7 @@ fn name_of(table: &str) -> &'static str {
 fn example_name(table: &str) -> &'static str {
     match table.split('.').next() {
         Some("builders") => "FLASH_ATTN",
-        _ => "name",
+        _ => "acme",
     }
 }
 

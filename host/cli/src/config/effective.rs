@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::file::{File, Problem};
 use super::settings::{SETTINGS, Setting, TABLES};
-use super::{BuilderSettings, Config, Key};
+use super::{BuilderSettings, Config, Key, TenantSettings};
 use crate::exit::{Exit, Failure};
 
 /// Settings that one source gives.
@@ -86,7 +86,8 @@ impl Effective {
     pub fn new(file: Option<&File>, flags: &Layer) -> Result<Effective, Vec<Problem>> {
         let nothing = Layer::new();
         let layer = file.map_or(&nothing, |file| &file.layer);
-        let mut entries = defaults(layer.keys().chain(flags.keys()));
+        let tables = file.into_iter().flat_map(File::tables);
+        let mut entries = defaults(layer.keys().chain(flags.keys()).chain(tables));
         let given = layer.iter().map(|(key, value)| {
             let line = file.and_then(|file| file.line(key)).unwrap_or(0);
             (key, value, Source::File(line))
@@ -197,10 +198,16 @@ impl Effective {
             .filter_map(|key| {
                 let (old, new) = (self.entries.get(key), after.entries.get(key));
                 let setting = old.or(new)?.setting;
+                // A tenant that comes or goes is said, even where all of it is the default.
+                let comes_or_goes =
+                    setting.key == "tenants.*.share" && old.is_some() != new.is_some();
                 // A table that is not there means its defaults.
                 let absent = || Entry {
                     setting,
-                    value: default_of(setting),
+                    value: match comes_or_goes {
+                        true => Value::Null,
+                        false => default_of(setting),
+                    },
                     source: Source::Default,
                 };
                 let old = old.cloned().unwrap_or_else(absent);
@@ -209,17 +216,30 @@ impl Effective {
                     key: key.clone(),
                     from: old.written(),
                     to: new.written(),
-                    live: setting.live,
+                    live: self.changes_live(after, key, setting),
                 })
             })
             .collect()
     }
 
+    /// May the setting at `key` become what it is in `after` while the host runs? A tenant's builder only if there is one before
+    /// and after.
+    fn changes_live(&self, after: &Effective, key: &Key, setting: &Setting) -> bool {
+        let own_builder = |config: &Config| {
+            let tenant = key.parts().nth(1).unwrap_or_default();
+            let tenant = config.tenants.get(tenant);
+            tenant.is_some_and(|tenant| tenant.builder.component.is_some())
+        };
+        let of_tenant = key.parts().next() == Some("tenants");
+        setting.live && (!of_tenant || own_builder(&self.config) && own_builder(&after.config))
+    }
+
     /// `after` as far as it can be had while the host runs: what needs a restart stays as it is here.
     pub fn live(&self, after: &Effective) -> Result<Effective, String> {
+        let live = |key: &Key, entry: &Entry| self.changes_live(after, key, entry.setting);
         let mut entries = after.entries.clone();
-        entries.retain(|_, entry| entry.setting.live);
-        let stay = self.entries.iter().filter(|(_, entry)| !entry.setting.live);
+        entries.retain(|key, entry| live(key, entry));
+        let stay = self.entries.iter().filter(|(key, entry)| !live(key, entry));
         entries.extend(stay.map(|(key, entry)| (key.clone(), entry.clone())));
         let config: Config =
             serde_json::from_value(nested(&entries)).map_err(|error| error.to_string())?;
@@ -265,8 +285,13 @@ pub fn sample() -> Value {
     sample
         .builders
         .insert("*".to_owned(), BuilderSettings::default());
+    sample
+        .tenants
+        .insert("*".to_owned(), TenantSettings::default());
     let mut sample = serde_json::to_value(sample).unwrap_or_default();
-    sample["builders"]["*"]["options"]["*"] = Value::Null;
+    for table in ["builders", "tenants"] {
+        sample[table]["*"]["options"]["*"] = Value::Null;
+    }
     sample
 }
 
@@ -284,7 +309,7 @@ pub fn default_of(setting: &Setting) -> Value {
 fn defaults<'a>(keys: impl Iterator<Item = &'a Key>) -> BTreeMap<Key, Entry> {
     let named: BTreeSet<&Key> = keys.collect();
     let mut entries = BTreeMap::new();
-    for setting in SETTINGS {
+    for setting in SETTINGS.iter() {
         let entry = Entry {
             setting,
             value: default_of(setting),
@@ -297,7 +322,7 @@ fn defaults<'a>(keys: impl Iterator<Item = &'a Key>) -> BTreeMap<Key, Entry> {
             .collect();
         match stars[..] {
             [] => {
-                entries.insert(Key::of(setting.key), entry);
+                entries.insert(Key::of(&setting.key), entry);
             }
             // A table of the operator's own name has every setting; an entry of its own name has no default.
             [star] => {

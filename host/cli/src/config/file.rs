@@ -178,7 +178,7 @@ impl File {
         let read = setting.kind.read(value)?;
         let folder = self.path.parent().unwrap_or(Path::new("."));
         let place = |value: &Value| match value.as_str() {
-            Some(path) if path != "none" && !path.contains("://") => {
+            Some(path) if !["none", "default"].contains(&path) && !path.contains("://") => {
                 Value::from(folder.join(path).to_string_lossy())
             }
             _ => value.clone(),
@@ -209,6 +209,12 @@ impl File {
             value: one_line(written),
             problem,
         }
+    }
+
+    /// Its tables, those without settings too.
+    pub fn tables(&self) -> impl Iterator<Item = &Key> {
+        let places = self.places.keys();
+        places.filter(|key| !self.layer.contains_key(key))
     }
 
     /// The line of a setting in the file, from 1.

@@ -24,8 +24,8 @@ pub enum Kind {
     },
     /// A number above 0 and at most 1.
     Fraction,
-    /// A number above 0.
-    Ratio,
+    /// A number; at least, at most.
+    Number(f64, f64),
     /// Bytes: an integer, or text as `"4MiB"`; at least, at most.
     Size(u64, u64),
     /// Time: text as `"200ms"`; at least, at most, in nanoseconds.
@@ -95,13 +95,13 @@ impl Kind {
                 _ => expected(),
             },
             (Kind::Fraction, DeValue::Integer(_)) if integer(value) == Some(1) => Ok(json!(1.0)),
-            (Kind::Ratio, DeValue::Float(_) | DeValue::Integer(_)) => {
+            (Kind::Number(min, max), DeValue::Float(_) | DeValue::Integer(_)) => {
                 let number = match value {
                     DeValue::Float(number) => number.as_str().parse::<f64>().ok(),
                     _ => integer(value).map(|number| number as f64),
                 };
                 match number {
-                    Some(number) if number > 0.0 && number.is_finite() => Ok(json!(number)),
+                    Some(number) if (min..=max).contains(&number) => Ok(json!(number)),
                     _ => expected(),
                 }
             }
@@ -186,7 +186,7 @@ impl Kind {
                 )
             }
             Kind::Fraction => "a number above 0 and at most 1, as 0.9".to_owned(),
-            Kind::Ratio => "a number above 0, as 1.5".to_owned(),
+            Kind::Number(min, max) => format!("a number from {min} to {max}"),
             Kind::Size(min, max) => format!(
                 "a size, as \"4MiB\", \"256KiB\" or a number of bytes, from {} to {}",
                 shortest(min, &SIZES),

@@ -18,11 +18,17 @@ use std::fmt;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use timetable_attention::verify::Grant;
 use timetable_engine::{
-    CacheSize, DeviceChoice, EngineConfig, EngineError, KvCacheDtype, ModelDtype,
+    CacheSize, DeviceChoice, EngineConfig, EngineError, KvCacheDtype, ModelDtype, SlotConfig,
+    TenantConfig,
 };
 use timetable_provenance::{Fetched, ProvenancePolicy, Require, Source};
-use timetable_sandbox::{BundleLimits, Canary, FaultPolicy, Gates, Limits, ReloadPlan};
+use timetable_record::RecorderOptions;
+use timetable_sandbox::{
+    BundleLimits, CallLimits, Canary, FaultPolicy, Gates, Limits, ReloadPlan, TenantName,
+    TenantNameError,
+};
 use timetable_types::CudagraphMode;
 
 pub use document::{default_file, markdown};
@@ -100,12 +106,16 @@ pub struct Config {
     pub limits: Limits,
     /// Builders by their backend's name in capitals.
     pub builders: BTreeMap<String, BuilderSettings>,
+    /// Tenants by name.
+    pub tenants: BTreeMap<String, TenantSettings>,
     /// How a version gets into service.
     pub reload: ReloadSettings,
     /// Which components may run.
     pub provenance: ProvenancePolicy,
     /// Fault bundles.
     pub faults: FaultSettings,
+    /// What is recorded.
+    pub recording: RecordingSettings,
     /// The host's own places.
     pub admin: AdminSettings,
 }
@@ -134,6 +144,8 @@ pub struct EngineSettings {
     pub gpu_memory_utilization: f64,
     pub max_num_splits: u32,
     pub batch_invariant: bool,
+    pub default_share: f64,
+    pub max_tenant_segments: usize,
     pub threads: Option<u16>,
     pub nvtx: bool,
 }
@@ -162,20 +174,24 @@ impl Default for EngineSettings {
             gpu_memory_utilization: 0.9,
             max_num_splits: engine.max_num_splits,
             batch_invariant: false,
+            default_share: engine.default_share,
+            max_tenant_segments: engine.max_tenant_segments,
             threads: None,
             nvtx: false,
         }
     }
 }
 
-/// `[builders.BACKEND]`.
+/// `[builders.BACKEND]`, and a tenant's own builder.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[serde(default)]
 pub struct BuilderSettings {
     /// Where the component is; none: what is active, else the embedded one.
     pub component: Option<String>,
     /// Its signature's file; none: what lies beside it.
     pub signature: Option<PathBuf>,
+    /// What it may leave out.
+    pub grant: Grant,
     /// Options of its own; part of its version.
     pub options: BTreeMap<String, String>,
     /// What is done about its faults.
@@ -194,12 +210,101 @@ impl BuilderSettings {
     /// # Errors
     /// It cannot be brought.
     pub fn fetch(&self) -> Result<Option<(String, Fetched)>, Failure> {
-        let Some(name) = &self.component else {
-            return Ok(None);
+        let name = match &self.component {
+            Some(name) if name != "default" => name,
+            _ => return Ok(None),
         };
         let source: Source = name.parse().map_err(Failure::of(Exit::Usage))?;
         let fetched = provenance::fetch(&source, self.signature.as_deref(), COMPONENT_BYTES_MAX)?;
         Ok(Some((name.clone(), fetched)))
+    }
+}
+
+/// `[tenants.NAME]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TenantSettings {
+    /// Its weight.
+    pub share: f64,
+    /// Its own builder, if that has a component.
+    #[serde(flatten)]
+    pub builder: BuilderSettings,
+    /// Bounds on its calls.
+    pub limits: CallSettings,
+}
+
+impl Default for TenantSettings {
+    fn default() -> Self {
+        TenantSettings {
+            share: 1.0,
+            builder: BuilderSettings::default(),
+            limits: CallSettings::default(),
+        }
+    }
+}
+
+/// `[tenants.NAME.limits]`: what is not given is as in `[limits]`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs, reason = "the table of settings says what each is")]
+pub struct CallSettings {
+    pub fuel_per_call: Option<u64>,
+    pub fuel_per_row: Option<u64>,
+    pub fuel_per_token: Option<u64>,
+    pub fuel_fixed: Option<u64>,
+    pub max_memory_bytes: Option<usize>,
+    pub max_lifted_bytes: Option<usize>,
+}
+
+impl CallSettings {
+    fn calls(&self, limits: &Limits) -> CallLimits {
+        let all = limits.calls();
+        CallLimits {
+            fuel_per_call: self.fuel_per_call.unwrap_or(all.fuel_per_call),
+            fuel_per_row: self.fuel_per_row.unwrap_or(all.fuel_per_row),
+            fuel_per_token: self.fuel_per_token.unwrap_or(all.fuel_per_token),
+            fuel_fixed: self.fuel_fixed.unwrap_or(all.fuel_fixed),
+            max_memory_bytes: self.max_memory_bytes.unwrap_or(all.max_memory_bytes),
+            max_lifted_bytes: self.max_lifted_bytes.unwrap_or(all.max_lifted_bytes),
+        }
+    }
+}
+
+/// `[recording]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs, reason = "the table of settings says what each is")]
+pub struct RecordingSettings {
+    pub dir: Option<PathBuf>,
+    pub max_bytes: u64,
+    pub segment_bytes: u64,
+    pub queue: usize,
+    pub max_step_bytes: usize,
+}
+
+impl Default for RecordingSettings {
+    fn default() -> Self {
+        let options = RecorderOptions::default();
+        RecordingSettings {
+            dir: None,
+            max_bytes: options.max_bytes,
+            segment_bytes: options.segment_bytes,
+            queue: options.queue,
+            max_step_bytes: options.max_step_bytes,
+        }
+    }
+}
+
+impl RecordingSettings {
+    /// As a recorder takes them.
+    pub fn options(&self) -> RecorderOptions {
+        RecorderOptions {
+            max_bytes: self.max_bytes,
+            segment_bytes: self.segment_bytes,
+            queue: self.queue,
+            max_step_bytes: self.max_step_bytes,
+            ..RecorderOptions::default()
+        }
     }
 }
 
@@ -258,7 +363,40 @@ impl Config {
         self.builders.get(backend).cloned().unwrap_or_default()
     }
 
-    /// The engine's settings, without the builder's options: which backend it will be may not be known yet.
+    /// What is configured for a slot: that of `backend`, or of a tenant that has its own.
+    pub fn slot(&self, backend: &str, tenant: Option<&TenantName>) -> BuilderSettings {
+        match tenant {
+            None => self.builder(backend),
+            Some(name) => {
+                let tenant = self.tenants.get(name.as_str());
+                tenant
+                    .map(|tenant| tenant.builder.clone())
+                    .unwrap_or_default()
+            }
+        }
+    }
+
+    /// The tenants as the engine takes them.
+    fn tenants(&self) -> Result<Vec<TenantConfig>, String> {
+        let tenant = |(name, tenant): (&String, &TenantSettings)| {
+            let builder = &tenant.builder;
+            Ok(TenantConfig {
+                name: name
+                    .parse()
+                    .map_err(|error: TenantNameError| error.to_string())?,
+                share: tenant.share,
+                slot: builder.component.is_some().then(|| SlotConfig {
+                    limits: Some(tenant.limits.calls(&self.limits)),
+                    grant: builder.grant,
+                    policy: builder.policy,
+                    options: builder.options(),
+                }),
+            })
+        };
+        self.tenants.iter().map(tenant).collect()
+    }
+
+    /// The engine's settings, without the builder's options and grant: which backend it will be may not be known yet.
     pub fn engine_config(&self) -> Result<EngineConfig, String> {
         let engine = &self.engine;
         let defaults = EngineConfig::default();
@@ -310,6 +448,9 @@ impl Config {
             },
             max_num_splits: engine.max_num_splits,
             batch_invariant: engine.batch_invariant,
+            tenants: self.tenants()?,
+            default_share: engine.default_share,
+            max_tenant_segments: engine.max_tenant_segments,
             num_workers: engine.threads.map_or(defaults.num_workers, u32::from),
             ..defaults
         })
@@ -317,8 +458,7 @@ impl Config {
 
     /// What is wrong with numbers that each may have the value that they have: the setting (or its table), and what to do.
     fn problems(&self) -> Vec<(Key, String)> {
-        let below = |table: &str, problems: Vec<String>| {
-            let table = Key::of(table);
+        let below = |table: Key, problems: Vec<String>| {
             let key = |problem: &str| {
                 let name = problem.split([' ', '.']).next().unwrap_or_default();
                 table.child(name)
@@ -329,13 +469,35 @@ impl Config {
                 .collect();
             found
         };
-        let mut found = below("limits", self.limits.problems());
+        let mut found = below(Key::of("limits"), self.limits.problems());
         for (backend, builder) in &self.builders {
-            let table = format!("builders.{backend}.policy");
-            found.extend(below(&table, builder.policy.problems()));
+            let table = Key::of("builders").child(backend).child("policy");
+            found.extend(below(table, builder.policy.problems()));
+        }
+        for (name, tenant) in &self.tenants {
+            let table = Key::of("tenants").child(name);
+            let policy = tenant.builder.policy.problems();
+            found.extend(below(table.child("policy"), policy));
+            let calls = tenant.limits.calls(&self.limits).problems(&self.limits);
+            found.extend(below(table.child("limits"), calls));
+            let plain = TenantSettings {
+                share: tenant.share,
+                ..TenantSettings::default()
+            };
+            if tenant.builder.component.is_none() && *tenant != plain {
+                let problem = "component is not given, so nothing but the share has an effect; give one, or \"default\"";
+                found.extend(below(table, vec![problem.to_owned()]));
+            }
+        }
+        if self.recording.segment_bytes > self.recording.max_bytes / 8 {
+            let problem = format!(
+                "segment_bytes is {}, more than an eighth of max_bytes {}; lower it, or raise max_bytes",
+                self.recording.segment_bytes, self.recording.max_bytes
+            );
+            found.extend(below(Key::of("recording"), vec![problem]));
         }
         let plan = self.reload.plan().problem();
-        found.extend(below("reload", plan.into_iter().collect()));
+        found.extend(below(Key::of("reload"), plan.into_iter().collect()));
         let ProvenancePolicy {
             require,
             keys,
@@ -355,9 +517,9 @@ impl Config {
         };
         if !lacking.is_empty() {
             let problem = format!("require would admit nothing: give {lacking} as well");
-            found.extend(below("provenance", vec![problem]));
+            found.extend(below(Key::of("provenance"), vec![problem]));
         }
-        found.extend(below("faults", self.faults.limits.problems()));
+        found.extend(below(Key::of("faults"), self.faults.limits.problems()));
         let engine = match self.engine_config() {
             Ok(engine) => engine.check(usize::MAX).err(),
             // Each name was looked at when it was read.
@@ -372,7 +534,7 @@ impl Config {
                 )
             })
         });
-        found.extend(below("engine", engine.into_iter().collect()));
+        found.extend(below(Key::of("engine"), engine.into_iter().collect()));
         found
     }
 }

@@ -90,6 +90,7 @@ pub fn problem(table: &str, name: &str) -> Option<String> {
                 .collect::<Vec<_>>()
                 .join(", ")
         )),
+        "tenants" => tenant(name).err(),
         _ => None,
     }
 }

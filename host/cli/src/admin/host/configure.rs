@@ -76,7 +76,8 @@ impl Host {
             None => {}
         }
         for group in self.groups.iter() {
-            let policy = now.config.builder(group.backend()).policy;
+            let own = now.config.slot(group.backend(), group.tenant.as_ref());
+            let policy = own.policy;
             if policy != group.handle.policy()
                 && let Err(error) = group.handle.set_policy(policy)
             {
@@ -109,13 +110,18 @@ impl Host {
             .map_err(|error| error.to_string())
     }
 
-    /// A new version for each backend whose component or options change; all of them, or none.
+    /// A new version for each slot whose component or options change; all of them, or none.
     fn change_builders(&self, before: &Config, now: &Config) -> Result<Vec<Value>, String> {
-        let mut backends: Vec<&str> = self.groups.iter().map(super::Group::backend).collect();
-        backends.dedup();
         let mut changes = Vec::new();
-        for backend in backends {
-            let (old, new) = (before.builder(backend), now.builder(backend));
+        let mut seen = Vec::new();
+        for group in self.groups.iter() {
+            let slot = (group.backend(), group.tenant.as_ref());
+            if seen.contains(&slot) {
+                continue;
+            }
+            seen.push(slot);
+            let of = |config: &Config| config.slot(slot.0, slot.1);
+            let (old, new) = (of(before), of(now));
             // What serves goes on where none is named any more.
             let other = (&old.component, &old.signature) != (&new.component, &new.signature);
             let component = match other {
@@ -124,29 +130,32 @@ impl Host {
             };
             let options = (old.options != new.options).then(|| new.options());
             if component.is_some() || options.is_some() {
-                changes.push((backend, component, options));
+                changes.push((slot, component, options));
             }
         }
         let mut made = Vec::new();
-        for (backend, component, options) in &changes {
+        let mut changed = Vec::new();
+        for ((backend, tenant), component, options) in changes {
             let origin = component.as_ref().map_or("", |(origin, _)| origin);
             let fetched = component.as_ref().map(|(_, fetched)| fetched);
             let submission = Submission {
                 backend,
-                tenant: None,
+                tenant,
                 origin,
                 component: fetched.map(|fetched| &fetched.component[..]),
                 signature: fetched.and_then(|fetched| fetched.signature.as_deref()),
-                options: options.clone(),
+                options,
                 plan: Some(now.reload.plan()),
             };
             match self.reload(submission) {
-                Ok(version) => made.push(json!({ "backend": backend, "version": version })),
+                Ok(version) => {
+                    made.push(json!({ "backend": backend, "tenant": tenant, "version": version }));
+                    changed.push((backend, tenant));
+                }
                 Err(message) => {
-                    for made in &made {
-                        let backend = made["backend"].as_str().unwrap_or_default();
-                        if let Err(error) = self.rollback(backend, None) {
-                            tracing::error!(%backend, %error, "a half-made change was not withdrawn");
+                    for (backend, tenant) in changed {
+                        if let Err(error) = self.rollback(backend, tenant) {
+                            tracing::error!(%backend, ?tenant, %error, "a half-made change was not withdrawn");
                         }
                     }
                     return Err(message);

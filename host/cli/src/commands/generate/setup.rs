@@ -8,12 +8,12 @@ use timetable_engine::cuda::{CudaExecutor, CudaStartError, MemoryReport};
 use timetable_engine::model::{LoadOptions, Model, Weights};
 use timetable_engine::tokenizer::Tokenizer;
 use timetable_engine::{
-    AttentionPlan, BuilderSource, CpuExecutor, DeviceChoice, Engine, EngineConfig, EngineError,
-    EngineHandle, Executor,
+    AttentionPlan, BuilderSource, Builders, CpuExecutor, DeviceChoice, Engine, EngineConfig,
+    EngineError, EngineHandle, Executor,
 };
 use timetable_provenance::Fetched;
-use timetable_record::{RecorderHandle, RecorderOptions};
-use timetable_sandbox::{CodeCache, Component, FaultDir, Sandbox, StateDir};
+use timetable_record::RecorderHandle;
+use timetable_sandbox::{CodeCache, Component, FaultDir, Sandbox, StateDir, TenantName};
 
 use crate::admin::{Group, Host};
 use crate::cli::{Generate, WeightsArg};
@@ -41,6 +41,7 @@ pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Fail
         engine,
         limits,
         faults,
+        recording,
         admin,
         ..
     } = &settings.config;
@@ -63,16 +64,10 @@ pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Fail
         let dir = FaultDir::open(path, faults.limits).map_err(|error| bad(&error))?;
         sandbox.keep_faults_in(dir);
     }
-    let (recorder, recording) = match &arguments.settings.host.record {
-        Some(path) => {
-            let options = RecorderOptions {
-                max_bytes: arguments.settings.host.record_max_mib << 20,
-                ..RecorderOptions::default()
-            };
-            timetable_record::record(path, sandbox.limits(), options)
-                .map(|(recorder, handle)| (Some(recorder), Some(handle)))
-                .map_err(|error| bad(&error))?
-        }
+    let (recorder, recording) = match &recording.dir {
+        Some(path) => timetable_record::record(path, sandbox.limits(), recording.options())
+            .map(|(recorder, handle)| (Some(recorder), Some(handle)))
+            .map_err(|error| bad(&error))?,
         None => (None, None),
     };
     let state = admin
@@ -82,8 +77,9 @@ pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Fail
         .transpose()
         .map_err(|error| bad(&error))?;
     let trust = provenance::trust(&settings.config.provenance)?;
-    let open = |backend: &str| {
-        let (origin, fetched, options) = component(arguments, settings, backend, state.as_ref())?;
+    let open = |backend: &str, tenant: Option<&TenantName>| {
+        let (origin, fetched, options) =
+            component(arguments, settings, backend, tenant, state.as_ref())?;
         let evidence = trust
             .admit(&fetched.component, fetched.signature.as_deref())
             .map_err(|error| bad(&format!("component {origin}: {error}")))?;
@@ -93,7 +89,11 @@ pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Fail
         Ok((origin, component, evidence, options))
     };
     // With a backend that was named, its component can be refused before a model is loaded.
-    let opened = config.attention_backend.as_deref().map(open).transpose()?;
+    let opened = config
+        .attention_backend
+        .as_deref()
+        .map(|backend| open(backend, None))
+        .transpose()?;
 
     let progress = Progress::start(
         &format!("loading {}", arguments.model.display()),
@@ -107,13 +107,30 @@ pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Fail
     let facts = executor.facts(&config).map_err(|error| refused(&error))?;
     let plan = AttentionPlan::for_device(&config, executor.model_config(), facts)
         .map_err(|error| refused(&error))?;
-    let (origin, component, evidence, options) = opened.map_or_else(|| open(plan.backend()), Ok)?;
+    let (origin, component, evidence, options) =
+        opened.map_or_else(|| open(plan.backend(), None), Ok)?;
     let builder = settings.config.builder(plan.backend());
+    config.grant = builder.grant;
     config.builder_options = match builder.options.is_empty() {
         true => options,
         false => builder.options(),
     };
     check_family(&component, &plan)?;
+    let mut evidence = vec![evidence];
+    let mut own = Vec::new();
+    for tenant in &mut config.tenants {
+        let Some(slot) = &mut tenant.slot else {
+            continue;
+        };
+        let (origin, component, known, options) = open(plan.backend(), Some(&tenant.name))?;
+        check_family(&component, &plan)?;
+        if slot.options.is_empty() {
+            slot.options = options;
+        }
+        evidence.push(known);
+        let source = BuilderSource::Component { component, origin };
+        own.push((tenant.name.clone(), source));
+    }
     progress.next("profiling and sizing the KV cache");
     let source = BuilderSource::Component { component, origin };
     let mut engine = Engine::with_executor(
@@ -122,7 +139,10 @@ pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Fail
         executor,
         Some(Arc::clone(&tokenizer)),
         &sandbox,
-        &source,
+        Builders {
+            default: &source,
+            tenants: &own,
+        },
     )
     .map_err(|error| refused(&error))?;
     if let Some(recorder) = recorder {
@@ -216,6 +236,7 @@ fn component(
     arguments: &Generate,
     settings: &Effective,
     backend: &str,
+    tenant: Option<&TenantName>,
     state: Option<&StateDir>,
 ) -> Result<Found, Failure> {
     for (name, _) in &arguments.settings.attention.builder {
@@ -228,12 +249,18 @@ fn component(
             ));
         }
     }
-    if let Some((origin, fetched)) = settings.config.builder(backend).fetch()? {
+    if let Some((origin, fetched)) = settings.config.slot(backend, tenant).fetch()? {
         return Ok((origin, fetched, Vec::new()));
     }
     let embedded = embedded(backend)?;
     if let Some(state) = state
-        && let Some(active) = state.active(embedded.family)
+        && let Some(active) = match tenant {
+            None => state.active(embedded.family),
+            Some(tenant) => {
+                let slot = state.slot(&format!("{}@{tenant}", embedded.family.interface()));
+                slot.and_then(|slot| slot.active.as_ref())
+            }
+        }
     {
         let kept = state.component(active.component).and_then(|component| {
             let signature = state.signature(active.component)?;
