@@ -42,7 +42,7 @@ pub enum LoadError {
     /// Larger than is looked at.
     #[error(
         "the component has {bytes} bytes, more than the {limit} that are loaded; strip it (wasm-ld --strip-all), or raise \
-         Limits::max_component_bytes"
+         max_component_bytes of the limits"
     )]
     TooLarge {
         /// Its size.

@@ -525,6 +525,10 @@ pub(crate) fn retire(shared: &Shared, retired: Retired) {
         instance,
         spare,
     } = retired;
+    // Fresh instances of the same version: what one goes back to is still what served before both.
+    if shared.serves(&version.info) {
+        return;
+    }
     let instance = match instance.or(spare) {
         Some(instance) => Ok(instance),
         None => make(shared, &version.component, &version.config),

@@ -155,6 +155,14 @@ impl Shared {
             .is_some_and(|active| Arc::ptr_eq(active, version))
     }
 
+    /// Is this the version in service, whatever its instances?
+    pub(crate) fn serves(&self, info: &VersionInfo) -> bool {
+        let active = self.active.load();
+        active
+            .as_ref()
+            .is_some_and(|active| active.info.version == info.version)
+    }
+
     /// Is `version` being tried?
     pub(crate) fn tries(&self, version: &Arc<Version>) -> bool {
         let candidate = self.candidate.load();
@@ -187,6 +195,7 @@ impl Shared {
             previous: self
                 .retired
                 .peek(|retired| retired.version.info.clone())
+                .filter(|retired| !self.serves(retired))
                 .or_else(|| {
                     lock(&self.previous)
                         .as_ref()
@@ -241,6 +250,7 @@ impl Shared {
         let previous = self
             .retired
             .peek(|retired| retired.version.clone())
+            .filter(|retired| !self.serves(&retired.info))
             .or_else(|| {
                 lock(&self.previous)
                     .as_ref()

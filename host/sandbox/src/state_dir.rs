@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use timetable_types::Family;
 
 use crate::{
-    ContentHash, DirError, Stage,
+    ContentHash, DirError, Stage, TenantName,
     owned_dir::{Access, OwnedDir},
 };
 
@@ -148,11 +148,29 @@ impl Manifest {
                     slots: active.into_iter().map(slot).collect(),
                 })
             }
-            Some(2) => serde_json::from_value(value).map_err(text),
+            Some(2) => {
+                let manifest: Manifest = serde_json::from_value(value).map_err(text)?;
+                // A name that nobody asks for would be an active version that is silently lost.
+                match manifest.slots.keys().find(|slot| !is_slot(slot)) {
+                    Some(slot) => Err(format!(
+                        "`{slot}` is no slot; it has those of a family's interface, or of that and @tenant"
+                    )),
+                    None => Ok(manifest),
+                }
+            }
             Some(other) => Err(format!("version is {other}")),
             None => Err("it has no version".to_owned()),
         }
     }
+}
+
+fn is_slot(name: &str) -> bool {
+    let (family, tenant) = match name.split_once('@') {
+        Some((family, tenant)) => (family, Some(tenant)),
+        None => (name, None),
+    };
+    let is_family = Family::ALL.iter().any(|known| known.interface() == family);
+    is_family && tenant.is_none_or(|tenant| TenantName::new(tenant).is_ok())
 }
 
 impl StateDir {

@@ -309,6 +309,8 @@ fn a_state_directory_that_cannot_be_used_says_why() {
         r#"{"version": 3, "slots": {}}"#,
         r#"{"version": 2, "active": {}}"#,
         r#"{"version": 2, "slots": {"flash-attn": {"serves": null}}}"#,
+        r#"{"version": 2, "slots": {"flash_attn": {}}}"#,
+        r#"{"version": 2, "slots": {"flash-attn@Not A Name": {}}}"#,
         r#"{"version": 1, "active": {"flash-attn": {"component": "xyz", "origin": ""}}}"#,
     ] {
         fs::write(dir.join("active.json"), manifest).unwrap();

@@ -242,9 +242,18 @@ fn rollback_returns_to_the_version_before_and_back_again() {
     assert_eq!(max_splits(&step(&mut group)), 2);
     assert_eq!(handle.status().steps, 2, "a version's count goes on");
 
+    // The version in service again, with fresh instances: the version before stays the version before.
+    handle.reload(&splits(2), "two again").unwrap();
+    assert_eq!(max_splits(&step(&mut group)), 2);
+    assert_eq!(handle.status().previous.unwrap().origin, "test");
+    assert_eq!(handle.rollback().unwrap().origin, "test");
+    assert_eq!(max_splits(&step(&mut group)), 1);
+    assert_eq!(handle.rollback().unwrap().origin, "two again");
+    assert_eq!(max_splits(&step(&mut group)), 2);
+
     // A reload that has not taken over yet is withdrawn.
     handle.reload(&splits(3), "three").unwrap();
-    assert_eq!(handle.rollback().unwrap().origin, "two");
+    assert_eq!(handle.rollback().unwrap().origin, "two again");
     assert_eq!(max_splits(&step(&mut group)), 2);
 }
 

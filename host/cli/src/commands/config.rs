@@ -126,8 +126,11 @@ fn fine(effective: &Effective, as_json: bool) -> Result<(), Failure> {
         1 => "ok: 1 setting differs from its default\n".to_owned(),
         count => format!("ok: {count} settings differ from their defaults\n"),
     };
-    for (key, entry) in changed {
+    for (key, entry) in &changed {
         text.push_str(&format!("{key} = {}\n", entry.written()));
+    }
+    if !changed.is_empty() {
+        text.push_str("files and directories that it names were not opened\n");
     }
     print(text.as_bytes())
 }

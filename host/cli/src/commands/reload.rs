@@ -55,6 +55,7 @@ pub struct Reload {
 /// How a version gets into service. Without any of these the host decides, which takes it as soon as it is checked.
 #[derive(Debug, Args)]
 #[command(group(ArgGroup::new("stage").args(["shadow", "canary", "canary_tenant"]).multiple(true)))]
+#[command(group(ArgGroup::new("canaries").args(["canary", "canary_tenant"]).multiple(true)))]
 pub struct StagesArgs {
     /// Take it into service as soon as it is checked
     #[arg(long, conflicts_with = "stage")]
@@ -65,7 +66,7 @@ pub struct StagesArgs {
     pub shadow: Option<u32>,
 
     /// Then let it serve that share of the steps, 0.1% to 100%
-    #[arg(long, value_name = "PERCENT", value_parser = per_mille)]
+    #[arg(long, value_name = "PERCENT", value_parser = share)]
     pub canary: Option<u32>,
 
     /// Then let it serve this tenant's rows, instead of a share; may be given several times
@@ -73,7 +74,7 @@ pub struct StagesArgs {
     pub canary_tenant: Vec<TenantName>,
 
     /// Steps that it must serve in canary
-    #[arg(long, value_name = "STEPS", default_value_t = Canary::default().steps)]
+    #[arg(long, value_name = "STEPS", requires = "canaries", default_value_t = Canary::default().steps)]
     pub canary_steps: u32,
 
     /// Withdraw it if its median build takes more than that many times as long; `inf` is no gate
@@ -130,9 +131,21 @@ impl StagesArgs {
 /// `5%` is 50 of a thousand.
 fn per_mille(text: &str) -> Result<u32, String> {
     let number = text.strip_suffix('%').unwrap_or(text).trim();
-    match number.parse::<f64>() {
-        Ok(percent) if (0.0..=100.0).contains(&percent) => Ok((percent * 10.0).round() as u32),
-        _ => Err("use 0% to 100%, as 5% or 0.5%".to_owned()),
+    let wrong = || "use 0% to 100% in steps of 0.1%, as 5% or 0.5%".to_owned();
+    let per_mille = 10.0 * number.parse::<f64>().map_err(|_| wrong())?;
+    let rounded = per_mille.round();
+    if (0.0..=1000.0).contains(&per_mille) && (per_mille - rounded).abs() < 1e-6 {
+        Ok(rounded as u32)
+    } else {
+        Err(wrong())
+    }
+}
+
+/// As `per_mille`, of something.
+fn share(text: &str) -> Result<u32, String> {
+    match per_mille(text) {
+        Ok(1..) => per_mille(text),
+        _ => Err("use 0.1% to 100% in steps of 0.1%, as 5% or 0.5%".to_owned()),
     }
 }
 
@@ -174,7 +187,11 @@ pub fn reload(arguments: &Reload) -> Result<(), Failure> {
         let version = answer["version"].as_str().unwrap_or_default().to_owned();
         let look = || admin::call(&socket, &Request::Builders, &[]);
         let whose = (arguments.backend.as_str(), arguments.tenant.as_ref());
-        answer["candidates"] = wait(whose, &version, !json, look)?;
+        let submitted = Submitted {
+            version: &version,
+            in_stages: answer["stage"] != "checked",
+        };
+        answer["candidates"] = wait(whose, submitted, !json, look)?;
         if !json {
             print(format!("{}: {} serves\n", arguments.backend, short(&version)).as_bytes())?;
         }
@@ -196,10 +213,18 @@ fn accepted(backend: &str, answer: &Value) -> String {
     )
 }
 
-/// Looks until every group of the backend is served by `version`. Returns what the groups' candidates came to.
+/// What was submitted.
+#[derive(Clone, Copy)]
+struct Submitted<'a> {
+    version: &'a str,
+    /// It is a candidate first.
+    in_stages: bool,
+}
+
+/// Looks until every group of the backend is served by what was submitted. Returns what the groups' candidates came to.
 fn wait(
     (backend, tenant): (&str, Option<&TenantName>),
-    version: &str,
+    submitted: Submitted<'_>,
     say: bool,
     look: impl Fn() -> Result<Value, Failure>,
 ) -> Result<Value, Failure> {
@@ -218,13 +243,16 @@ fn wait(
             .collect();
         let mut going = Vec::new();
         for group in &groups {
-            match come(group, version) {
+            match come(group, submitted) {
                 Come::Serves => {}
                 Come::Going(how) => going.push(how),
                 Come::Withdrawn(why) => {
                     return Err(Failure::new(
                         Exit::Refused,
-                        format!("{backend}: {} will not serve: {why}", short(version)),
+                        format!(
+                            "{backend}: {} will not serve: {why}",
+                            short(submitted.version)
+                        ),
                     ));
                 }
             }
@@ -249,21 +277,26 @@ enum Come {
     Withdrawn(String),
 }
 
-fn come(group: &Value, version: &str) -> Come {
-    let is = |info: &Value| info["version"].as_str() == Some(version);
+fn come(group: &Value, submitted: Submitted<'_>) -> Come {
+    let is = |info: &Value| info["version"].as_str() == Some(submitted.version);
+    let candidate = &group["candidate"];
+    // First, for the version may serve already and be tried again all the same.
+    if submitted.in_stages && is(&candidate["version"]) {
+        match (candidate["stage"].as_str(), candidate["withdrawn"].as_str()) {
+            (Some("withdrawn"), Some(why)) => return Come::Withdrawn(why.to_owned()),
+            (Some("shadow" | "canary"), _) => return Come::Going(progress(group)),
+            _ => {}
+        }
+    }
     if is(&group["active"]) {
         return Come::Serves;
     }
     if is(&group["pending"]) {
         return Come::Going("waits for the next step".to_owned());
     }
-    let candidate = &group["candidate"];
-    if !is(&candidate["version"]) {
-        return Come::Withdrawn("another version was submitted, or it was rolled back".to_owned());
-    }
-    match (candidate["stage"].as_str(), candidate["withdrawn"].as_str()) {
-        (Some("withdrawn"), Some(why)) => Come::Withdrawn(why.to_owned()),
-        _ => Come::Going(progress(group)),
+    match submitted.in_stages && is(&candidate["version"]) {
+        true => Come::Going(progress(group)),
+        false => Come::Withdrawn("another version was submitted, or it was rolled back".to_owned()),
     }
 }
 
@@ -303,6 +336,10 @@ pub(super) fn progress(group: &Value) -> String {
             canary["steps"],
             medians(canary)
         ));
+        let tenants = candidate["plan"]["canary"]["tenants"].as_array();
+        if tenants.is_some_and(|tenants| !tenants.is_empty()) && canary["steps"] == 0 {
+            line.push_str(", no request of its tenants so far");
+        }
     }
     line.push_str(&format!("; {} faults", candidate["faults"]));
     line
@@ -370,6 +407,10 @@ mod tests {
             &["--canary", "a few"],
             &["--canary-tenant", "Not A Name"],
             &["--max-faults", "3"],
+            &["--canary-steps", "10"],
+            &["--shadow", "5", "--canary-steps", "10"],
+            &["--canary", "0%"],
+            &["--canary", "0.05%"],
         ] {
             let all: Vec<&str> = ["FLASH_ATTN", "x.wasm"]
                 .iter()
@@ -407,8 +448,12 @@ mod tests {
 
     #[test]
     fn waiting_ends_when_it_serves_or_will_not() {
+        let submitted = Submitted {
+            version: "bb",
+            in_stages: true,
+        };
         let ends = |group: Value| {
-            wait(("flash_attn", None), "bb", false, || {
+            wait(("flash_attn", None), submitted, false, || {
                 Ok(json!({ "builders": [group] }))
             })
         };
@@ -422,6 +467,17 @@ mod tests {
         let mut serves = group("active", None);
         serves["active"]["version"] = json!("bb");
         assert_eq!(ends(serves).unwrap()[0]["stage"], "active");
+        // It serves already, and is tried again: only what becomes of the trial counts.
+        let mut again = group("withdrawn", Some("it was slow"));
+        again["active"]["version"] = json!("bb");
+        assert!(ends(again.clone()).is_err());
+        again["candidate"]["stage"] = json!("shadow");
+        assert!(matches!(come(&again, submitted), Come::Going(_)));
+        let at_once = Submitted {
+            in_stages: false,
+            ..submitted
+        };
+        assert!(matches!(come(&again, at_once), Come::Serves));
         let mut replaced = group("shadow", None);
         replaced["candidate"]["version"]["version"] = json!("cc");
         let error = ends(replaced).unwrap_err().to_string();

@@ -117,6 +117,8 @@ impl File {
                 }
             })
             .collect();
+        // One mistake is often many to a parser.
+        problems.dedup_by(|next, problem| next.problem == problem.problem);
         // What a parser makes of the rest of a file that is no TOML would be guesses.
         if problems.is_empty() {
             file.walk(&text, document.get_ref(), &Key::default(), &mut problems);
