@@ -93,9 +93,9 @@ const MIN_BYTES: u64 = 256 << 10;
 pub struct RecorderFigures {
     /// Steps that it was told of.
     pub steps: u64,
-    /// Of those, written.
+    /// Of those, written: their frames are whole in a segment.
     pub written: u64,
-    /// Of those, left out: the writer was behind, or the step too large.
+    /// Of those, left out: the writer was behind, the step too large, or the file system refused.
     pub left_out: u64,
     /// Bytes of all segments now.
     pub bytes: u64,

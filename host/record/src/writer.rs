@@ -40,6 +40,8 @@ pub(crate) struct Segments {
     bytes: u64,
     max_bytes: u64,
     segment_bytes: u64,
+    /// How many of `old` went to keep the bound.
+    removed: u64,
 }
 
 impl Segments {
@@ -69,6 +71,7 @@ impl Segments {
             bytes: 0,
             max_bytes,
             segment_bytes: segment_bytes.min(max_bytes / 8),
+            removed: 0,
         })
     }
 
@@ -81,17 +84,16 @@ impl Segments {
         if let Some(file) = self.file.take() {
             file.sync_all()?;
             self.old.insert(self.number, self.bytes);
+            self.bytes = 0;
             self.number += 1;
         }
-        let mut file = OpenOptions::new()
+        let file = OpenOptions::new()
             .write(true)
             .create_new(true)
             .mode(0o600)
             .open(self.path(self.number))?;
-        let line = format!("{MAGIC}{FORMAT}\n");
-        file.write_all(line.as_bytes())?;
-        self.bytes = line.len() as u64;
         self.file = Some(file);
+        self.write(first_line().as_bytes())?;
         File::open(self.dir.path())?.sync_all()
     }
 
@@ -104,36 +106,68 @@ impl Segments {
         self.bytes + self.old.values().sum::<u64>()
     }
 
-    /// Appends to the segment that is being written, the oldest making place. Returns how many of those went.
-    fn append(&mut self, frame: &[u8]) -> io::Result<u64> {
-        let mut removed = 0;
+    /// Appends to the segment that is being written, the oldest making place.
+    fn append(&mut self, frame: &[u8]) -> io::Result<()> {
         while self.total() + frame.len() as u64 > self.max_bytes
             && let Some((oldest, _)) = self.old.pop_first()
         {
             match fs::remove_file(self.path(oldest)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-                _ => removed += 1,
+                _ => self.removed += 1,
             }
         }
         if self.total() + frame.len() as u64 > self.max_bytes {
-            return Err(io::Error::other(format!(
+            let error = io::Error::other(format!(
                 "a frame of {} bytes does not fit the {} bytes that the recording may have: allow more",
                 frame.len(),
                 self.max_bytes
-            )));
+            ));
+            return Err(self.cut(error));
         }
-        let file = self
-            .file
-            .as_mut()
-            .ok_or_else(|| io::Error::other("no segment is open"))?;
-        file.write_all(frame)?;
-        self.bytes += frame.len() as u64;
-        Ok(removed)
+        self.write(frame)
+    }
+
+    /// Writes all of it, or leaves the segment as it was.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let Some(file) = &mut self.file else {
+            return Err(io::Error::other("no segment is open"));
+        };
+        match file.write_all(bytes) {
+            Ok(()) => {
+                self.bytes += bytes.len() as u64;
+                Ok(())
+            }
+            Err(error) => Err(self.cut(error)),
+        }
+    }
+
+    /// Ends the segment with its last whole frame; without one it goes. Best effort: gives `error` back, with what failed.
+    fn cut(&mut self, error: io::Error) -> io::Error {
+        let Some(file) = self.file.take() else {
+            return error;
+        };
+        let cut = if self.bytes > first_line().len() as u64 {
+            file.set_len(self.bytes)
+        } else {
+            self.bytes = 0;
+            fs::remove_file(self.path(self.number))
+        };
+        match cut {
+            Ok(()) => error,
+            Err(cut) => io::Error::other(format!(
+                "{error}, and the unfinished end of its last segment stays: {cut}"
+            )),
+        }
     }
 
     fn sync(&self) -> io::Result<()> {
         self.file.as_ref().map_or(Ok(()), File::sync_all)
     }
+}
+
+/// What a segment begins with.
+fn first_line() -> String {
+    format!("{MAGIC}{FORMAT}\n")
 }
 
 /// A segment's file.
@@ -157,6 +191,8 @@ pub(crate) struct Writer {
     run: u64,
     /// Segments begun so far.
     begun: u64,
+    /// Steps in the frame that is being made: they count as written when it is.
+    pending: u64,
     shared: Arc<Shared>,
     stopped: bool,
     scratch: Vec<u8>,
@@ -177,6 +213,7 @@ impl Writer {
             limits,
             run: since.map_or(0, |since| since.as_nanos() as u64),
             begun: 0,
+            pending: 0,
             shared,
             stopped: false,
             scratch: Vec::new(),
@@ -219,7 +256,10 @@ impl Writer {
         }
         match self.try_write(&slot, buffer) {
             Ok(()) => {
-                self.shared.written.fetch_add(1, Relaxed);
+                self.pending += 1;
+                if self.frames.raw() >= FRAME_BYTES {
+                    self.flush();
+                }
             }
             Err(error) => {
                 self.shared.left_out.fetch_add(1, Relaxed);
@@ -260,11 +300,7 @@ impl Writer {
             before,
         )
         .map_err(io::Error::other)?;
-        self.push(&Entry::Step(entry))?;
-        if self.frames.raw() >= FRAME_BYTES {
-            self.flush_frame()?;
-        }
-        Ok(())
+        self.push(&Entry::Step(entry))
     }
 
     /// The slot's number in this segment.
@@ -302,9 +338,16 @@ impl Writer {
             return Ok(());
         }
         let frame = self.frames.finish()?;
-        let removed = self.segments.append(&frame)?;
-        self.shared.segments_removed.fetch_add(removed, Relaxed);
-        self.shared.bytes.store(self.segments.total(), Relaxed);
+        let appended = self.segments.append(&frame);
+        let shared = &self.shared;
+        shared
+            .segments_removed
+            .store(self.segments.removed, Relaxed);
+        shared.bytes.store(self.segments.total(), Relaxed);
+        appended?;
+        shared
+            .written
+            .fetch_add(std::mem::take(&mut self.pending), Relaxed);
         Ok(())
     }
 
@@ -334,9 +377,13 @@ impl Writer {
 
     fn stop(&mut self, error: &io::Error) {
         self.stopped = true;
+        let lost = std::mem::take(&mut self.pending);
+        self.shared.left_out.fetch_add(lost, Relaxed);
+        let written = self.shared.written.load(Relaxed);
         let dir = self.segments.dir.path();
         let message = format!(
-            "the recording in {} stopped: {error}; steps are served and no longer recorded",
+            "the recording in {} stopped after {written} steps, which are whole: {error}; make room, or record elsewhere; steps are \
+             served and no longer recorded",
             dir.display()
         );
         tracing::warn!("{message}");
@@ -345,5 +392,36 @@ impl Writer {
             .stopped
             .lock()
             .unwrap_or_else(PoisonError::into_inner) = Some(message);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_write_left_unfinished_is_cut_off() {
+        let scratch = tempfile::tempdir().unwrap();
+        let path = scratch.path().join("recording");
+        let mut segments = Segments::open(&path, 1 << 20, 1 << 10).unwrap();
+        segments.begin().unwrap();
+        segments.append(b"a whole frame").unwrap();
+        let (whole, segment) = (segments.total(), segments.path(0));
+        let unfinished = |segments: &mut Segments| {
+            segments.file.as_mut().unwrap().write_all(b"half").unwrap();
+            let error = segments.cut(io::Error::other("no space"));
+            assert_eq!(error.to_string(), "no space");
+            assert!(segments.append(b"later").is_err());
+        };
+        unfinished(&mut segments);
+        assert_eq!(fs::metadata(&segment).unwrap().len(), whole);
+
+        // A segment without a whole frame goes: it would be in the way of those before and after it.
+        drop(segments);
+        let mut segments = Segments::open(&path, 1 << 20, 1 << 10).unwrap();
+        segments.begin().unwrap();
+        unfinished(&mut segments);
+        assert!(!segments.path(1).exists());
+        assert_eq!(segments.total(), whole);
     }
 }
