@@ -112,8 +112,28 @@ fn a_bad_line_is_told_with_its_number_and_the_remedy() {
             "TIMESTAMP,Tokens\n".to_owned(),
             "line 1: the column ContextTokens is missing",
         ),
-        (json("{"), "line 2: "),
-        (json("[]"), "line 2: "),
+        (json("{"), "line 2: EOF while parsing an object at column "),
+        (json("[]"), "expected an object at column "),
+        (json("7"), "expected an object at column "),
+        (
+            format!("{head}2024-01-01 00:00:00,\u{1b}[31m\u{7},1\n"),
+            "line 3: ContextTokens is `\\u{1b}[31m\\u{7}`",
+        ),
+        (
+            json("{\"timestamp\":-1e300,\"input_length\":1,\"output_length\":1,\"hash_ids\":[1]}"),
+            "line 2: timestamp is -1e300",
+        ),
+        (
+            json("{\"timestamp\":0,\"input_length\":1e300,\"output_length\":1,\"hash_ids\":[1]}"),
+            "line 2: invalid type: floating point",
+        ),
+        (
+            json(&format!(
+                "{{\"timestamp\":\"\\u001b{}\"}}",
+                "9".repeat(5000)
+            )),
+            "… at column",
+        ),
         (
             json("{\"timestamp\":-5,\"input_length\":1,\"output_length\":1,\"hash_ids\":[1]}"),
             "line 2: timestamp is -5",
@@ -131,7 +151,7 @@ fn a_bad_line_is_told_with_its_number_and_the_remedy() {
             "line 2: it has more than 1048576 bytes",
         ),
         ("hello\n".to_owned(), "begins with \"hello"),
-        (String::new(), "has no requests"),
+        (String::new(), "has no requests; give an Azure CSV file"),
         (
             "TIMESTAMP,ContextTokens,GeneratedTokens\n".to_owned(),
             "has no requests",
@@ -141,7 +161,9 @@ fn a_bad_line_is_told_with_its_number_and_the_remedy() {
         let error = Trace::read(&file(&scratch, &text), None, None).unwrap_err();
         let error = error.to_string();
         assert!(error.contains(says), "`{says}` is missing in: {error}");
-        assert!(!error.contains('\n'), "{error}");
+        assert!(!error.contains(char::is_control), "{error:?}");
+        assert!(error.len() < 400, "{error}");
+        assert!(!error.contains("struct Line"), "{error}");
     }
     let missing = Trace::read(&scratch.path().join("missing"), None, None).unwrap_err();
     assert!(

@@ -4,7 +4,7 @@ use std::{io::BufRead, path::Path, time::Duration};
 
 use csv::{ReaderBuilder, StringRecord, Trim};
 
-use super::{TraceError, TraceRequest, tokens};
+use super::{TraceError, TraceRequest, shown, tokens};
 
 /// The columns, in the order in which they are published; a file may have them in another.
 pub(super) const COLUMNS: [&str; 3] = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"];
@@ -73,7 +73,7 @@ fn request(row: &StringRecord, places: [usize; 3]) -> Result<TraceRequest, Strin
             format!(
                 "{} is `{}`, not a whole number: fix or remove the line",
                 COLUMNS[index],
-                cut(text)
+                shown(text, 40)
             )
         })?;
         tokens(COLUMNS[index], count)
@@ -84,17 +84,13 @@ fn request(row: &StringRecord, places: [usize; 3]) -> Result<TraceRequest, Strin
             format!(
                 "{} is `{}`, not a time as `2023-11-16 18:17:03.9799600`: fix or remove the line",
                 COLUMNS[0],
-                cut(time)
+                shown(time, 40)
             )
         })?,
         input_length: number(1)?,
         output_length: number(2)?,
         hash_ids: Vec::new(),
     })
-}
-
-fn cut(text: &str) -> String {
-    text.chars().take(40).collect()
 }
 
 /// A time in UTC, since 1970: `YYYY-MM-DD HH:MM:SS`, a fraction, and `Z` or `+00:00`, which both may be left out.

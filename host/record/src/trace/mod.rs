@@ -79,7 +79,10 @@ pub enum TraceError {
         found: String,
     },
     /// Nothing in it.
-    #[error("trace `{path}` has no requests", path = path.display())]
+    #[error(
+        "trace `{path}` has no requests; give an Azure CSV file or a Mooncake JSONL file with one or more",
+        path = path.display()
+    )]
     Empty {
         /// The file.
         path: PathBuf,
@@ -161,6 +164,22 @@ fn tokens(name: &str, count: u64) -> Result<usize, String> {
         .ok_or_else(|| {
             format!("{name} is {count}; a request has 1 to {MAX_TOKENS}: fix or remove the line")
         })
+}
+
+/// A trace's text in a message: control characters escaped, the rest as it is, cut.
+fn shown(text: &str, most: usize) -> String {
+    let mut shown = String::new();
+    for letter in text.chars().take(most) {
+        if letter.is_control() {
+            shown.extend(letter.escape_default());
+        } else {
+            shown.push(letter);
+        }
+    }
+    if text.chars().nth(most).is_some() {
+        shown.push('…');
+    }
+    shown
 }
 
 /// Lines with their numbers from 1, none longer than [`MAX_LINE`].

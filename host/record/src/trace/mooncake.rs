@@ -4,10 +4,11 @@ use std::{io::BufRead, path::Path, time::Duration};
 
 use serde::Deserialize;
 
-use super::{HASH_BLOCK_TOKENS, TraceError, TraceRequest, lines, tokens};
+use super::{HASH_BLOCK_TOKENS, TraceError, TraceRequest, lines, shown, tokens};
 
 /// A line. Other fields are no concern of ours.
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 struct Line {
     /// Milliseconds.
     timestamp: f64,
@@ -30,7 +31,7 @@ pub(super) fn read(
         if text.trim().is_empty() {
             continue;
         }
-        requests.push(request(&text).map_err(|what| TraceError::Line {
+        requests.push(request(text.trim_end()).map_err(|what| TraceError::Line {
             path: path.to_owned(),
             line: number,
             what,
@@ -41,10 +42,15 @@ pub(super) fn read(
 
 fn request(text: &str) -> Result<TraceRequest, String> {
     let line: Line = serde_json::from_str(text).map_err(|error| {
-        // Its own line is always the first.
-        let error = error.to_string().replace(" at line 1 column", " at column");
+        // Its own line is always the first, and the value that it quotes may be long.
+        let text = error.to_string();
+        let what = text
+            .rsplit_once(" at line ")
+            .map_or(text.as_str(), |(what, _)| what);
         format!(
-            "{error}; a line is an object with timestamp, input_length, output_length, hash_ids: fix or remove it"
+            "{} at column {}; a line is an object with timestamp, input_length, output_length, hash_ids: fix or remove it",
+            shown(what, 80),
+            error.column()
         )
     })?;
     let input_length = tokens("input_length", line.input_length)?;
@@ -57,7 +63,7 @@ fn request(text: &str) -> Result<TraceRequest, String> {
     }
     let arrival = Duration::try_from_secs_f64(line.timestamp / 1e3).map_err(|_| {
         format!(
-            "timestamp is {}, not milliseconds from 0 on: fix or remove the line",
+            "timestamp is {:?}, not milliseconds from 0 on: fix or remove the line",
             line.timestamp
         )
     })?;
