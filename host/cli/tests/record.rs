@@ -291,7 +291,13 @@ fn a_bad_trace_gets_one_line() {
     let unknown = file(&scratch, "unknown", b"hello\n");
     trace(&unknown, &[]).fails(4, &["neither an Azure CSV header"]);
     let good = azure(&scratch);
-    trace(&good, &["--speed", "0"]).fails(2, &["--speed 0"]);
+    for speed in ["0", "nan", "inf", "1e-300", "1e300"] {
+        let ran = trace(&good, &["--speed", speed]);
+        ran.fails(2, &["--speed ", "give a number from 0.000001 to 1000000"]);
+    }
+    trace(&good, &["--max-requests", "0"]).fails(2, &["--max-requests 0: give 1 or more"]);
+    let empty = file(&scratch, "empty", b"");
+    trace(&empty, &[]).fails(4, &["has no requests; give"]);
     trace(
         &good,
         &["--backend", "FLASHINFER", "--builder", "flash-attn"],
@@ -301,4 +307,83 @@ fn a_bad_trace_gets_one_line() {
         &["it builds for FLASH_ATTN, and --backend is FLASHINFER"],
     );
     trace(&good, &["--backend", "NOTHING"]).fails(4, &["backend `NOTHING`"]);
+}
+
+#[test]
+fn arrivals_as_late_as_a_trace_can_say_are_survived() {
+    let scratch = tempfile::tempdir().unwrap();
+    let mut text = String::new();
+    for timestamp in ["0", "1e22"] {
+        text.push_str(&format!(
+            "{{\"timestamp\": {timestamp}, \"input_length\": 20, \"output_length\": 4, \"hash_ids\": [1]}}\n"
+        ));
+    }
+    let late = file(&scratch, "late.jsonl", text.as_bytes());
+    let report = trace(&late, &["--speed", "1e-6"]).succeeds().json();
+    assert_eq!(report["requests"]["finished"], 2, "{report}");
+}
+
+#[test]
+fn a_trace_whose_requests_are_all_refused_fails() {
+    let scratch = tempfile::tempdir().unwrap();
+    let ran = trace(&mooncake(&scratch), &["--num-gpu-blocks-override", "2"]);
+    ran.fails(1, &["all 8 requests were refused; the first: "]);
+    assert_eq!(ran.json()["requests"]["refused"], 8);
+}
+
+#[test]
+fn a_replay_that_compares_nothing_fails() {
+    let scratch = tempfile::tempdir().unwrap();
+    let recording = path(&scratch, "recording");
+    let (recorder, handle) = timetable_record::record(
+        recording.as_ref(),
+        &timetable_sandbox::Limits::default(),
+        timetable_record::RecorderOptions::default(),
+    )
+    .unwrap();
+    drop(recorder);
+    assert_eq!(handle.finish().written, 0);
+    let ran = replay(&recording, &[]);
+    ran.fails(4, &[&recording, "nothing was compared; record a host"]);
+    assert_eq!(ran.json()["steps"], 0);
+    replay(&recording, &["--limit", "0"]).fails(2, &["--limit 0: give 1 or more"]);
+}
+
+/// A limit on the size of a file stands for a full disk: a write gets a part of its bytes down, and the next one none.
+#[test]
+fn a_full_disk_ends_a_recording_with_its_last_whole_frame() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (file, recording) = (azure(&scratch), path(&scratch, "recording"));
+    let whole = path(&scratch, "whole");
+    let all = trace(&file, &["--record", &whole]).succeeds().json();
+    let bytes = all["recording"]["bytes"].as_u64().unwrap();
+    // In blocks of 512 bytes.
+    let blocks = (bytes * 3 / 4 / 512).to_string();
+    let limited = "trap '' XFSZ; ulimit -f \"$1\"; shift; exec \"$@\"";
+    let ran: Ran = std::process::Command::new("sh")
+        .args(["-c", limited, "sh", &blocks])
+        .args([env!("CARGO_BIN_EXE_timetable"), "replay", "--json"])
+        .args(["--trace", &file, "--record", &recording])
+        .output()
+        .unwrap()
+        .into();
+    let report = ran.succeeds().json();
+    let figures = &report["recording"];
+    let stopped = figures["stopped"].as_str().unwrap_or_default();
+    assert!(stopped.contains("which are whole: "), "{figures}");
+    let written = figures["written"].as_u64().unwrap();
+    let left_out = figures["left_out"].as_u64().unwrap();
+    assert!(left_out > 0, "{figures}");
+    assert_eq!(Some(written + left_out), report["steps"].as_u64());
+    // What counts as written is there, and nothing after it; a segment without a whole frame is gone.
+    let on_disk: u64 = std::fs::read_dir(&recording)
+        .unwrap()
+        .map(|entry| entry.unwrap().metadata().unwrap().len())
+        .sum();
+    assert_eq!(figures["bytes"].as_u64(), Some(on_disk));
+    let replayed = replay(&recording, &[]);
+    let report = replayed.json();
+    assert_eq!(report["steps"].as_u64(), Some(written));
+    assert_eq!(report["missing"]["unfinished"], serde_json::json!([]));
+    assert_eq!(replayed.code, if written > 0 { 0 } else { 4 });
 }

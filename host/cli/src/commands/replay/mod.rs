@@ -88,7 +88,7 @@ pub struct TraceArgs {
     #[arg(long, value_name = "NAME", requires = "trace")]
     pub backend: Option<String>,
 
-    /// How much faster than in the trace requests arrive
+    /// How much faster than in the trace requests arrive: 0.000001 to 1000000
     #[arg(long, value_name = "X", default_value_t = 1.0, requires = "trace")]
     pub speed: f64,
 

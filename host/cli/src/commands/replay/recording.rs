@@ -16,6 +16,12 @@ use super::{Replay, count, us};
 use crate::exit::{Exit, Failure};
 
 pub fn run(arguments: &Replay, path: &Path, candidate: Option<&Candidate>) -> Result<(), Failure> {
+    if arguments.of_recording.limit == Some(0) {
+        return Err(Failure::new(
+            Exit::Usage,
+            "--limit 0: give 1 or more, or leave it out for every step",
+        ));
+    }
     let recording = Recording::open(path).map_err(Failure::of(Exit::BadInput))?;
     let progress = Progress::start(&format!("replaying {}", path.display()), !arguments.json);
     let options = ReplayOptions {
@@ -53,6 +59,15 @@ pub fn run(arguments: &Replay, path: &Path, candidate: Option<&Candidate>) -> Re
 
 /// How the command ends.
 fn judge(path: &Path, candidate: Option<&Candidate>, report: &ReplayReport) -> Result<(), Failure> {
+    if report.steps == 0 {
+        return Err(Failure::new(
+            Exit::BadInput,
+            format!(
+                "recording {}: there are no steps in it, so nothing was compared; record a host while it serves requests",
+                path.display()
+            ),
+        ));
+    }
     if let (Some(candidate), Some(of)) = (candidate, &report.candidate) {
         let faults: u64 = of.faults.values().sum();
         let what = format!(
@@ -222,7 +237,7 @@ fn missing(text: &mut String, missing: &Missing) {
     }
     if *not_ended > 0 {
         say(format!(
-            "the end of {not_ended} recordings: their hosts crashed, or still run"
+            "the end of {not_ended} recordings: their hosts crashed, could not write any more, or still run"
         ));
     }
 }

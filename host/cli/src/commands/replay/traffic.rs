@@ -104,10 +104,19 @@ struct Traffic {
 
 pub fn run(arguments: &Replay, path: &Path, candidate: Option<Candidate>) -> Result<(), Failure> {
     let of = &arguments.of_trace;
-    if !(of.speed.is_finite() && of.speed > 0.0) {
+    if !(1e-6..=1e6).contains(&of.speed) {
         return Err(Failure::new(
             Exit::Usage,
-            format!("--speed {}: give a number above 0", of.speed),
+            format!(
+                "--speed {:?}: give a number from 0.000001 to 1000000",
+                of.speed
+            ),
+        ));
+    }
+    if of.max_requests == Some(0) {
+        return Err(Failure::new(
+            Exit::Usage,
+            "--max-requests 0: give 1 or more, or leave it out for the whole trace",
         ));
     }
     let format = of.format.map(|format| match format {
@@ -249,6 +258,11 @@ fn engine(
     Ok(engine)
 }
 
+/// When a request of a trace arrives, at so many times its speed. What is too late for a clock is never.
+fn at_speed(arrival: Duration, speed: f64) -> Duration {
+    Duration::try_from_secs_f64(arrival.as_secs_f64() / speed).unwrap_or(Duration::MAX)
+}
+
 /// Runs the trace to its end.
 fn drive(
     engine: &mut Engine,
@@ -258,7 +272,7 @@ fn drive(
     progress: &Progress,
 ) -> Traffic {
     let vocab_size = simulated_model().vocab_size as u32;
-    let arrival = |index: usize| trace.requests[index].arrival.div_f64(speed);
+    let arrival = |index: usize| at_speed(trace.requests[index].arrival, speed);
     let mut traffic = Traffic::default();
     let mut now = Duration::ZERO;
     let mut next = 0;
@@ -308,7 +322,7 @@ fn drive(
         let last = engine.stats().last;
         verify_ns.record(last.verify_ns);
         // A step that failed took no time on the device; the clock goes on all the same.
-        now += Duration::from_nanos(last.kernel_ns.max(1000));
+        now = now.saturating_add(Duration::from_nanos(last.kernel_ns.max(1000)));
         if traffic.steps.is_multiple_of(256) {
             progress.note(format!(
                 "{} of {} requests, {} steps, {:.0} s simulated",
@@ -339,7 +353,8 @@ struct Report<'a> {
 
 impl Report<'_> {
     fn print(self, as_json: bool) -> Result<(), Failure> {
-        let failed = self.traffic.failed;
+        let (failed, refused) = (self.traffic.failed, self.traffic.refused);
+        let none_ran = refused == self.trace.requests.len() as u64;
         let error = self.traffic.first_error.clone();
         let path = self.path.display().to_string();
         if as_json {
@@ -351,6 +366,10 @@ impl Report<'_> {
             (1.., Some(error)) => Err(Failure::new(
                 Exit::Failure,
                 format!("trace {path}: {failed} requests failed; the first: {error}"),
+            )),
+            (0, Some(error)) if none_ran => Err(Failure::new(
+                Exit::Failure,
+                format!("trace {path}: all {refused} requests were refused; the first: {error}"),
             )),
             _ => Ok(()),
         }
@@ -475,5 +494,24 @@ impl Report<'_> {
             self.seen.digest.finish()
         );
         text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arrivals_do_not_overflow() {
+        let second = Duration::from_secs(1);
+        assert_eq!(at_speed(4 * second, 2.0), 2 * second);
+        assert_eq!(at_speed(second, 1e-6), 1_000_000 * second);
+        for (arrival, speed) in [
+            (Duration::MAX, 1.0),
+            (Duration::MAX, 1e-6),
+            (second, 1e-300),
+        ] {
+            assert_eq!(at_speed(arrival, speed), Duration::MAX);
+        }
     }
 }
