@@ -116,7 +116,7 @@ pub fn file(directory: &tempfile::TempDir, name: &str, bytes: &[u8]) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-/// A host that answers a few prompts, long enough to be looked at.
+/// A host that answers prompts, long enough to be looked at and changed meanwhile.
 pub struct Host {
     child: Option<Child>,
     pub socket: String,
@@ -125,10 +125,11 @@ pub struct Host {
 
 impl Host {
     pub fn start(extra: &[&str]) -> Host {
-        Host::of_prompts(40, extra)
+        // Forty are answered in half a second, and a component may take longer to compile beside other tests.
+        Host::of_prompts(400, extra)
     }
 
-    /// One that has more to do: forty prompts are answered in half a second.
+    /// One that has so much to do.
     pub fn of_prompts(count: usize, extra: &[&str]) -> Host {
         let scratch = tempfile::tempdir().unwrap();
         let socket = scratch
