@@ -300,8 +300,16 @@ fn a_version_goes_through_its_stages_and_a_bad_one_is_withdrawn() {
     assert_eq!(kept["active"]["origin"], path.as_str());
     assert_eq!(kept["candidate"], Value::Null);
     // A plan that makes no sense, and a backend that is not there.
-    host.ask(&["reload", "FLASH_ATTN", &path, "--canary", "0%"])
-        .fails(4, &["canary has no share", "stays"]);
+    host.ask(&[
+        "reload",
+        "FLASH_ATTN",
+        &path,
+        "--shadow",
+        "5",
+        "--max-build-ratio",
+        "0",
+    ])
+    .fails(4, &["max_build_ratio is 0", "stays"]);
     // What served before is known after a restart as well.
     host.ask(&["reload", "FLASH_ATTN", "--builder-option", "splits=1"])
         .succeeds();
