@@ -4,7 +4,7 @@
 //! which they were admitted; then waiting ones, with as much of their prompt as the token budget leaves (chunked prefill).
 //! When a running request finds no block, the youngest running request loses all of its blocks and is computed again later.
 //!
-//! That order holds within a tenant. Where tenants compete, a step's tokens are dealt by their weights ([`shares`]) and what one
+//! That order holds within a tenant. Where tenants compete, a step's tokens are dealt by their weights (`shares`) and what one
 //! leaves the others get; a free row goes to the one with the fewest for its weight; and blocks are taken from the one that
 //! holds the most for its weight. The request that came first of all that run keeps its blocks, so that each one's turn
 //! comes. With one tenant at work nothing of this shows.

@@ -1,6 +1,6 @@
 //! The builders' table as Prometheus text: `curl --unix-socket PATH http://timetable/metrics`.
 //!
-//! Written from the same data as `timetable builders --json`, so that the two cannot disagree. [`METRICS`] is the list of what
+//! Written from the same data as `timetable builders --json`, so that the two cannot disagree. `METRICS` is the list of what
 //! there is; `docs/metrics.md` is held to it by a test. Must never know: where a figure comes from.
 
 mod builders;
