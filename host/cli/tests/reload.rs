@@ -209,10 +209,10 @@ const OPEN: [&str; 6] = [
 
 #[test]
 fn a_version_goes_through_its_stages_and_a_bad_one_is_withdrawn() {
-    let undisturbed = Host::of_prompts(200, &[]).finish();
+    let undisturbed = Host::of_prompts(1000, &[]).finish();
     let scratch = tempfile::tempdir().unwrap();
     let state: PathBuf = scratch.path().join("state");
-    let host = Host::of_prompts(200, &["--state-dir", state.to_str().unwrap()]);
+    let host = Host::of_prompts(1000, &["--state-dir", state.to_str().unwrap()]);
     let manifest = || -> Value {
         let text = std::fs::read_to_string(state.join("active.json")).unwrap();
         serde_json::from_str::<Value>(&text).unwrap()["slots"]["flash-attn"].clone()

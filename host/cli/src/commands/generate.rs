@@ -33,7 +33,7 @@ pub fn run(arguments: &Generate) -> Result<(), Failure> {
         recording,
     } = setup::start(arguments, &settings)?;
     let host = Arc::new(host);
-    let _server = match &socket {
+    let server = match &socket {
         Some(path) => Some(Server::start(path, Arc::clone(&host))?),
         None => None,
     };
@@ -47,6 +47,8 @@ pub fn run(arguments: &Generate) -> Result<(), Failure> {
     let fatal = engine.fatal_error();
     engine.shutdown();
     host.settle();
+    // Nothing steps any more: whoever waits for a step hears that the host went away, however slowly the report is read.
+    drop(server);
     let recorded = recording.map(RecorderHandle::finish);
 
     if arguments.json {

@@ -1,8 +1,10 @@
 //! Running the binary as a person would, with a tiny model.
 #![allow(dead_code, reason = "each test program uses a part")]
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -73,14 +75,70 @@ pub fn timetable() -> Command {
     Command::new(env!("CARGO_BIN_EXE_timetable"))
 }
 
+/// How long a command may take on a busy machine. One that takes longer hangs.
+const RUN_MAX: Duration = Duration::from_secs(300);
+
 /// Runs it to its end.
 #[track_caller]
 pub fn run(arguments: &[&str]) -> Ran {
-    timetable()
+    let child = timetable()
         .args(arguments)
-        .output()
-        .expect("the binary starts")
-        .into()
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary starts");
+    Running::of(child).finish(arguments)
+}
+
+/// A child whose output is read as it comes: it never waits for its reader.
+struct Running {
+    child: Child,
+    stdout: JoinHandle<String>,
+    stderr: JoinHandle<String>,
+}
+
+impl Running {
+    fn of(mut child: Child) -> Self {
+        fn read(from: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
+            let mut from = from.expect("a pipe");
+            std::thread::spawn(move || {
+                let mut text = String::new();
+                from.read_to_string(&mut text).expect("text");
+                text
+            })
+        }
+        let (stdout, stderr) = (read(child.stdout.take()), read(child.stderr.take()));
+        Self {
+            child,
+            stdout,
+            stderr,
+        }
+    }
+
+    /// Waits for its end; kills what hangs, and shows what it had said.
+    #[track_caller]
+    fn finish(mut self, what: &dyn std::fmt::Debug) -> Ran {
+        let deadline = Instant::now() + RUN_MAX;
+        let mut status = self.child.try_wait().unwrap();
+        while status.is_none() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(2));
+            status = self.child.try_wait().unwrap();
+        }
+        if status.is_none() {
+            drop(self.child.kill());
+            drop(self.child.wait());
+        }
+        let (stdout, stderr) = (self.stdout.join().unwrap(), self.stderr.join().unwrap());
+        let Some(status) = status else {
+            panic!("{what:?} hangs\nstdout:\n{stdout}\nstderr:\n{stderr}");
+        };
+        Ran {
+            code: status.code().unwrap_or(-1),
+            stdout,
+            stderr,
+        }
+    }
 }
 
 /// Runs it with text on standard input.
@@ -118,7 +176,7 @@ pub fn file(directory: &tempfile::TempDir, name: &str, bytes: &[u8]) -> String {
 
 /// A host that answers prompts, long enough to be looked at and changed meanwhile.
 pub struct Host {
-    child: Option<Child>,
+    running: Option<Running>,
     pub socket: String,
     pub scratch: tempfile::TempDir,
 }
@@ -169,7 +227,7 @@ impl Host {
             .spawn()
             .unwrap();
         let host = Host {
-            child: Some(child),
+            running: Some(Running::of(child)),
             socket,
             scratch,
         };
@@ -205,16 +263,16 @@ impl Host {
 
     /// Its answers, at the end.
     pub fn finish(mut self) -> Value {
-        let ran = Ran::from(self.child.take().unwrap().wait_with_output().unwrap());
-        ran.succeeds().json()
+        let running = self.running.take().unwrap();
+        running.finish(&self.socket).succeeds().json()
     }
 }
 
 impl Drop for Host {
     fn drop(&mut self) {
-        if let Some(mut child) = self.child.take() {
-            drop(child.kill());
-            drop(child.wait());
+        if let Some(mut running) = self.running.take() {
+            drop(running.child.kill());
+            drop(running.child.wait());
         }
     }
 }

@@ -1,0 +1,1 @@
+//! Load for an OpenAI-compatible server: clients, arrivals, and what they measured.
