@@ -88,7 +88,7 @@ pub fn run(arguments: &[&str]) -> Ran {
         .stderr(Stdio::piped())
         .spawn()
         .expect("the binary starts");
-    Running::of(child).finish(arguments)
+    Running::of(child).finish(&arguments)
 }
 
 /// A child whose output is read as it comes: it never waits for its reader.
