@@ -1,13 +1,14 @@
-//! The engine on its own thread, used from others: a channel of requests in, a channel of events per request out.
+//! The engine on its own thread, used from others: a channel of requests in, a sink of events per request out.
 //!
-//! The step thread never waits for anybody: events go into unbounded channels, bounded in fact by each request's tokens, and
-//! a reader that has gone away ends its request.
+//! The step thread never waits for anybody: a sink does not block, and one that says that its reader has gone away ends its
+//! request. A [`RequestStream`] is a sink with an unbounded channel, bounded in fact by its request's tokens.
+//! This module must never know who reads: a command line, a server, a test.
 
 use std::{
     collections::HashMap,
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     thread::JoinHandle,
 };
@@ -41,34 +42,88 @@ pub enum RequestEvent {
     },
 }
 
+/// A request's sink, until its last event. However it goes (the engine stops, its thread panics, the command is never read),
+/// that event is given.
+struct Reader {
+    sink: Option<Box<dyn FnMut(RequestEvent) -> bool + Send>>,
+    unfinished: Arc<AtomicUsize>,
+}
+
+impl Reader {
+    /// Gives a token. False: nobody reads any more, and the sink is not called again.
+    fn token(&mut self, event: RequestEvent) -> bool {
+        let reads = self.sink.as_mut().is_some_and(|sink| sink(event));
+        if !reads {
+            self.sink = None;
+        }
+        reads
+    }
+
+    fn finish(mut self, reason: FinishReason, error: Option<RequestError>) {
+        self.end(reason, error);
+    }
+
+    fn end(&mut self, reason: FinishReason, error: Option<RequestError>) {
+        if let Some(mut sink) = self.sink.take() {
+            // There is nothing left to end if nobody reads it.
+            let _ = sink(RequestEvent::Finished { reason, error });
+        }
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.end(FinishReason::Error, Some(RequestError::Stopped));
+        self.unfinished.fetch_sub(1, Ordering::Release);
+    }
+}
+
 enum Command {
     Add {
         id: RequestId,
         request: Box<GenerationRequest>,
-        events: Sender<RequestEvent>,
+        reader: Reader,
     },
     Abort(RequestId),
     Shutdown,
 }
 
+/// Ends a request from any thread. Dropping it ends nothing.
+#[derive(Clone)]
+pub struct RequestHandle {
+    id: RequestId,
+    commands: Sender<Command>,
+}
+
+impl RequestHandle {
+    /// The request.
+    pub fn id(&self) -> RequestId {
+        self.id
+    }
+
+    /// Ends the request; its last event is [`FinishReason::Abort`] unless it had ended already.
+    pub fn abort(&self) {
+        // A stopped engine has ended the request already.
+        let _ = self.commands.send(Command::Abort(self.id));
+    }
+}
+
 /// One request's events. Dropping it aborts the request.
 pub struct RequestStream {
-    id: RequestId,
+    request: RequestHandle,
     events: Receiver<RequestEvent>,
-    commands: Sender<Command>,
     finished: bool,
 }
 
 impl RequestStream {
     /// The request.
     pub fn id(&self) -> RequestId {
-        self.id
+        self.request.id()
     }
 
-    /// Ends the request; the stream ends with [`FinishReason::Abort`] unless it had ended already.
+    /// As [`RequestHandle::abort`].
     pub fn abort(&self) {
-        // A stopped engine has ended the request already.
-        let _ = self.commands.send(Command::Abort(self.id));
+        self.request.abort();
     }
 
     /// For `select!` over several streams. A closed channel without `Finished` means that the engine has stopped.
@@ -102,12 +157,13 @@ impl Drop for RequestStream {
     }
 }
 
-/// An engine that runs on its own thread. Dropping it stops the engine: requests that still run end with
-/// [`FinishReason::Abort`].
+/// An engine that runs on its own thread; any number of threads may share the handle and submit. Dropping it stops the
+/// engine: requests that still run end with [`FinishReason::Abort`].
 pub struct EngineHandle {
     commands: Sender<Command>,
     thread: Option<JoinHandle<()>>,
     next_id: AtomicU64,
+    unfinished: Arc<AtomicUsize>,
     reload_handles: Vec<ReloadHandle>,
     stats: Arc<Mutex<EngineStats>>,
     tenants: Arc<Mutex<Vec<TenantStats>>>,
@@ -140,6 +196,7 @@ impl EngineHandle {
             commands,
             thread: Some(thread),
             next_id: AtomicU64::new(0),
+            unfinished: Arc::default(),
             reload_handles,
             stats,
             tenants,
@@ -147,22 +204,47 @@ impl EngineHandle {
         })
     }
 
-    /// Hands a request over. What is wrong with it comes as its only event.
-    pub fn submit(&self, request: GenerationRequest) -> RequestStream {
+    /// Hands a request over. Its events go to `sink`, in order, the last one being [`RequestEvent::Finished`]; what is wrong
+    /// with the request comes as its only event.
+    ///
+    /// `sink` is called on the step thread (on the caller's if the engine has stopped): it must not block, panic, format or do
+    /// anything else that takes time. False says that nobody reads any more: the request is aborted and `sink` is dropped
+    /// without another event.
+    pub fn submit_to(
+        &self,
+        request: GenerationRequest,
+        sink: impl FnMut(RequestEvent) -> bool + Send + 'static,
+    ) -> RequestHandle {
         let id = RequestId(self.next_id.fetch_add(1, Ordering::Relaxed));
-        let (events, receiver) = unbounded();
-        // If the engine has stopped, the sender is dropped here and the stream says so.
+        self.unfinished.fetch_add(1, Ordering::Relaxed);
+        // If the engine has stopped, the reader is dropped here and says so.
         let _ = self.commands.send(Command::Add {
             id,
             request: Box::new(request),
-            events,
+            reader: Reader {
+                sink: Some(Box::new(sink)),
+                unfinished: self.unfinished.clone(),
+            },
         });
-        RequestStream {
+        RequestHandle {
             id,
-            events: receiver,
             commands: self.commands.clone(),
+        }
+    }
+
+    /// As [`EngineHandle::submit_to`], with a stream to read at leisure.
+    pub fn submit(&self, request: GenerationRequest) -> RequestStream {
+        let (events, receiver) = unbounded();
+        RequestStream {
+            request: self.submit_to(request, move |event| events.send(event).is_ok()),
+            events: receiver,
             finished: false,
         }
+    }
+
+    /// Requests that were handed over and whose last event has not been given: 0 once all work is done.
+    pub fn num_unfinished(&self) -> usize {
+        self.unfinished.load(Ordering::Acquire)
     }
 
     /// Replaces, rolls back and reports on the groups' builders, while requests run.
@@ -197,10 +279,12 @@ impl EngineHandle {
         }
     }
 
-    /// Why the engine takes no further request: its device is gone. None while it lives. Requests that ran have ended with
-    /// this error; new ones do at once.
+    /// Why the engine takes no further request: its device is gone, or its thread. None while it lives. Requests that ran have
+    /// ended with an error; new ones do at once.
     pub fn fatal_error(&self) -> Option<String> {
-        self.fatal.get().cloned()
+        let ended = || self.thread.as_ref().is_some_and(JoinHandle::is_finished);
+        let fatal = self.fatal.get().cloned();
+        fatal.or_else(|| ended().then(|| RequestError::Stopped.to_string()))
     }
 
     /// Stops the engine and waits for its thread.
@@ -228,7 +312,7 @@ impl Drop for EngineHandle {
 struct StepLoop {
     engine: Engine,
     inbox: Receiver<Command>,
-    readers: HashMap<RequestId, Sender<RequestEvent>>,
+    readers: HashMap<RequestId, Reader>,
     stats: Arc<Mutex<EngineStats>>,
     tenants: Arc<Mutex<Vec<TenantStats>>>,
     fatal: Arc<OnceLock<String>>,
@@ -239,11 +323,8 @@ impl StepLoop {
         while self.take_commands() {
             self.step();
         }
-        for (_, events) in self.readers.drain() {
-            let _ = events.send(RequestEvent::Finished {
-                reason: FinishReason::Abort,
-                error: None,
-            });
+        for (_, reader) in self.readers.drain() {
+            reader.finish(FinishReason::Abort, None);
         }
     }
 
@@ -265,8 +346,8 @@ impl StepLoop {
                 Command::Add {
                     id,
                     request,
-                    events,
-                } => self.add(id, *request, events),
+                    reader,
+                } => self.add(id, *request, reader),
                 Command::Abort(id) => {
                     if self.engine.abort(id) {
                         self.finish(id, FinishReason::Abort, None);
@@ -277,17 +358,16 @@ impl StepLoop {
         }
     }
 
-    fn add(&mut self, id: RequestId, request: GenerationRequest, events: Sender<RequestEvent>) {
-        self.readers.insert(id, events);
+    fn add(&mut self, id: RequestId, request: GenerationRequest, reader: Reader) {
+        self.readers.insert(id, reader);
         if let Err(error) = self.engine.add_request_as(id, request) {
             self.finish(id, FinishReason::Error, Some(error));
         }
     }
 
     fn finish(&mut self, id: RequestId, reason: FinishReason, error: Option<RequestError>) {
-        if let Some(events) = self.readers.remove(&id) {
-            // The reader may have gone.
-            let _ = events.send(RequestEvent::Finished { reason, error });
+        if let Some(reader) = self.readers.remove(&id) {
+            reader.finish(reason, error);
         }
     }
 
@@ -305,17 +385,15 @@ impl StepLoop {
                 finish,
                 error,
             } = update;
-            let Some(events) = self.readers.get(&id) else {
+            let Some(reader) = self.readers.get_mut(&id) else {
                 continue;
             };
-            let mut reader_left = false;
-            if let Some(token) = token {
-                reader_left = events.send(RequestEvent::Token { token, text }).is_err();
-            }
+            let reads = token.is_none_or(|token| reader.token(RequestEvent::Token { token, text }));
             if let Some(reason) = finish {
-                let _ = events.send(RequestEvent::Finished { reason, error });
-                self.readers.remove(&id);
-            } else if reader_left {
+                if let Some(reader) = self.readers.remove(&id) {
+                    reader.finish(reason, error);
+                }
+            } else if !reads {
                 gone.push(id);
             }
         }

@@ -44,7 +44,7 @@ pub use config::{
 pub use cpu::CpuExecutor;
 pub use engine::Engine;
 pub use executor::Executor;
-pub use handle::{EngineHandle, RequestEvent, RequestStream};
+pub use handle::{EngineHandle, RequestEvent, RequestHandle, RequestStream};
 pub use output::{FinishReason, GenerationRequest, RequestError, RequestId, StepOutput};
 pub use runner::ModelRunner;
 pub use simulated::SimulatedExecutor;

@@ -1,8 +1,11 @@
 //! The engine on its own thread: streams, aborts, shutdown, and builders replaced while requests run.
 
 use std::{
-    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
-    time::Duration,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
 };
 
 use timetable_engine::{
@@ -106,6 +109,50 @@ fn a_stopped_engine_says_so() {
         matches!(events.last(), Some(RequestEvent::Finished { .. })),
         "{events:?}"
     );
+}
+
+/// Threads share a handle; each request's events reach its own sink, and one that says that nobody reads ends its request.
+#[test]
+fn sinks_of_several_threads_get_their_events_and_a_reader_that_left_frees_its_request() {
+    let handle = Arc::new(spawn(&BuilderSource::Plain));
+    let expected: Vec<Vec<u32>> = (0..4)
+        .map(|i| collect(handle.submit(greedy(&[5 + i; 9], 20))).0)
+        .collect();
+    std::thread::scope(|scope| {
+        for i in 0..4 {
+            let (handle, expected) = (handle.clone(), &expected);
+            scope.spawn(move || {
+                let (sender, receiver) = std::sync::mpsc::channel();
+                handle.submit_to(greedy(&[5 + i; 9], 20), move |event| {
+                    sender.send(event).is_ok()
+                });
+                let mut tokens = Vec::new();
+                // The sink is dropped after its last event, and the channel closes.
+                while let Ok(event) = receiver.recv_timeout(Duration::from_secs(60)) {
+                    match event {
+                        RequestEvent::Token { token, .. } => tokens.push(token),
+                        RequestEvent::Finished { reason, .. } => {
+                            assert_eq!(reason, FinishReason::Length);
+                        }
+                    }
+                }
+                assert_eq!(tokens, expected[i as usize]);
+            });
+        }
+    });
+    let calls = Arc::new(AtomicUsize::new(0));
+    let seen = calls.clone();
+    handle.submit_to(greedy(&[7; 20], 400), move |_| {
+        seen.fetch_add(1, Ordering::Relaxed) < 2
+    });
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while handle.num_unfinished() > 0 || handle.stats().kv_blocks_used > 0 {
+        assert!(Instant::now() < deadline, "the request was not ended");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(calls.load(Ordering::Relaxed), 3, "no event after the third");
+    assert_eq!(collect(handle.submit(greedy(&[5; 9], 20))).0, expected[0]);
+    assert!(handle.fatal_error().is_none());
 }
 
 const RELOADS: usize = 100;
