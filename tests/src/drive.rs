@@ -10,7 +10,7 @@ use std::{
 use timetable_engine::{
     BuilderSource, Engine, EngineConfig, FinishReason, GenerationRequest, ModelRunner, RequestId,
     model::{LoadOptions, Model, Weights},
-    sampling::SamplingParams,
+    sampling::{SamplingParams, TokenLogprobs},
 };
 use timetable_sandbox::{Limits, Sandbox};
 
@@ -92,6 +92,8 @@ pub struct Answer {
     pub tokens: Vec<u32>,
     /// Its text, if the engine has a tokenizer.
     pub text: String,
+    /// Of each token, if it asked for them.
+    pub logprobs: Vec<TokenLogprobs>,
     /// Why it ended.
     pub finish: Option<FinishReason>,
     /// With `FinishReason::Error`.
@@ -163,6 +165,7 @@ pub fn generate(engine: &mut Engine, requests: Vec<GenerationRequest>) -> Vec<An
             let answer = &mut answers[index_of[&update.id]];
             answer.tokens.extend(update.token);
             answer.text.push_str(&update.text);
+            answer.logprobs.extend(update.logprobs.map(|found| *found));
             answer.finish = update.finish;
             answer.error = update.error.map(|error| error.to_string());
         }

@@ -131,10 +131,7 @@ impl CpuExecutor {
     /// The forward pass and the tokens, into `results`.
     fn run(&mut self, step: &Step<'_>, results: &mut StepResults) -> Result<(), StepFailure> {
         let Step {
-            batch,
-            sampling,
-            observe,
-            ..
+            batch, sampling, ..
         } = step;
         self.token_ids.clear();
         for &id in batch.token_ids() {
@@ -180,20 +177,21 @@ impl CpuExecutor {
                 temperature: row.temperature,
                 top_k: row.top_k as usize,
                 top_p: row.top_p,
+                min_p: 0.0,
             };
             results.tokens.push(match row.forced {
                 Some(token) => Ok(token),
                 None => self.chooser.choose(logits, choice, row.uniform),
             });
+            if row.logits {
+                results.logits.extend_from_slice(logits);
+            }
         }
         // A row without a token ends with an error; what is computed for it meanwhile is dropped.
         let tokens = results.tokens.iter();
         self.last_tokens.clear();
         self.last_tokens
             .extend(tokens.map(|token| token.as_ref().copied().unwrap_or(0)));
-        if *observe {
-            results.logits.extend_from_slice(&self.logits);
-        }
         results.timings.sample_ns = lap.ns();
         Ok(())
     }

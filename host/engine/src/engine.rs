@@ -35,7 +35,7 @@ use crate::{
     output::{FinishReason, GenerationRequest, RequestError, RequestId, RequestUpdate, StepOutput},
     request::RequestKey,
     runner::ModelRunner,
-    sampling::{Sampler, StopMatcher},
+    sampling::{Adjustment, Sampler, StopMatcher, TokenLogprobs},
     scheduler::{Scheduler, SchedulerLimits, TenantIndex},
     spans,
     startup::{Startup, depth, graph_plan},
@@ -60,6 +60,8 @@ struct FlightRow {
     num_tokens: usize,
     /// Does the step choose a token for it?
     samples: bool,
+    /// Does its row of logits come with the token?
+    logits: bool,
 }
 
 /// A step that was submitted and not collected.
@@ -104,6 +106,8 @@ pub struct Engine {
     spare: Vec<Flight>,
     sampling: Vec<RowSampling>,
     results: StepResults,
+    /// Logits that a request's parameters change.
+    adjusted: Vec<f32>,
     output: StepOutput,
     observer: Option<LogitsObserver>,
     stats: EngineStats,
@@ -228,6 +232,7 @@ impl Engine {
             spare: Vec::new(),
             sampling: Vec::with_capacity(config.max_num_seqs),
             results: StepResults::default(),
+            adjusted: Vec::new(),
             output: StepOutput::default(),
             observer: None,
             stats: EngineStats::default(),
@@ -349,6 +354,7 @@ impl Engine {
         if let Some(message) = &self.dead {
             return Err(RequestError::Device(message.clone()));
         }
+        request.check_tokens(self.executor.model_config().vocab_size)?;
         let GenerationRequest {
             prompt,
             params,
@@ -357,8 +363,6 @@ impl Engine {
         } = request;
         let owner = self.tenants.owner(tenant.as_ref())?;
         let sampler = Sampler::new(&params)?;
-        self.check_tokens(&prompt)?;
-        self.check_tokens(&forced)?;
         if self.tokenizer.is_none() && !params.stop.is_empty() {
             return Err(RequestError::NoTokenizer);
         }
@@ -367,7 +371,11 @@ impl Engine {
             stops: StopMatcher::new(&params.stop),
         });
         let max_tokens = Some(params.max_tokens);
+        let adjustment = Adjustment::new(&params, &prompt);
         let key = self.scheduler.add_for(owner, prompt, max_tokens)?;
+        if params.needs_host() {
+            self.scheduler.wait_for_choices(key);
+        }
         self.tenants.stats[owner.tenant.index()].requests += 1;
         if self.active.len() <= key.index() {
             self.active.resize_with(key.index() + 1, || None);
@@ -376,26 +384,12 @@ impl Engine {
             id,
             params,
             sampler,
+            adjustment,
             forced,
             text,
         });
         self.keys.insert(id, key);
         Ok(())
-    }
-
-    fn check_tokens(&self, tokens: &[u32]) -> Result<(), RequestError> {
-        let vocab_size = self.executor.model_config().vocab_size;
-        match tokens
-            .iter()
-            .position(|&token| token as usize >= vocab_size)
-        {
-            Some(index) => Err(RequestError::Vocabulary {
-                token: tokens[index],
-                index,
-                vocab_size,
-            }),
-            None => Ok(()),
-        }
     }
 
     /// Ends a request; it gets no further update. False if there is no such request (any more).
@@ -519,9 +513,13 @@ impl Engine {
             self.batch.push_scheduled(request, row.num_tokens);
             let end = request.num_computed() + row.num_tokens;
             let samples = end == request.num_tokens_with_pending();
+            let mut logits = false;
             if samples && let Some(active) = &mut self.active[row.key.index()] {
                 let index = request.num_tokens_with_pending() - request.prompt_len();
-                self.sampling.push(active.sampling(index));
+                let mut sampling = active.sampling(index);
+                sampling.logits |= self.observer.is_some();
+                logits = sampling.logits;
+                self.sampling.push(sampling);
             }
             flight.rows.push(FlightRow {
                 key: row.key,
@@ -530,6 +528,7 @@ impl Engine {
                 start: request.num_computed(),
                 num_tokens: row.num_tokens,
                 samples,
+                logits,
             });
         }
         self.batch.divide();
@@ -563,7 +562,6 @@ impl Engine {
             batch: &mut self.batch,
             graph,
             sampling: &self.sampling,
-            observe: self.observer.is_some(),
         })?;
         Ok(outcome)
     }
@@ -577,11 +575,13 @@ impl Engine {
         results.clear();
         let collected = self.executor.collect(&mut results).and_then(|()| {
             let expected = flight.rows.iter().filter(|row| row.samples).count();
+            let wanted = flight.rows.iter().filter(|row| row.logits).count();
+            let rows = results.logits.len() / self.executor.model_config().vocab_size;
             match results.tokens.len() {
-                found if found == expected => Ok(()),
+                found if found == expected && (rows == wanted || flight.dropped) => Ok(()),
                 found => Err(StepFailure::Device {
                     message: format!(
-                        "the device gave {found} tokens for {expected} rows: this is a defect of its executor"
+                        "the device gave {found} tokens for {expected} rows, and {rows} rows of logits where {wanted} were wanted: this is a defect of its executor"
                     ),
                     fatal: false,
                 }),
@@ -629,25 +629,28 @@ impl Engine {
         let mut logits = results.logits.chunks_exact(vocab_size);
         let samples = flight.rows.iter().filter(|row| row.samples);
         for (row, token) in samples.zip(&results.tokens) {
-            let logits = logits.next();
+            let logits = logits.by_ref().take(usize::from(row.logits)).next();
             // The request ended while the step ran: a token before this one was its last, or somebody aborted it.
             if !self.scheduler.is_current(row.key, row.epoch) {
                 continue;
             }
-            if let (Some(observer), Some(logits)) = (&mut self.observer, logits)
-                && let Some(active) = &self.active[row.key.index()]
-            {
-                let index = self.scheduler.request(row.key).output().len();
+            let Some(active) = &mut self.active[row.key.index()] else {
+                continue;
+            };
+            let index = self.scheduler.request(row.key).output().len();
+            if let (Some(observer), Some(logits)) = (&mut self.observer, logits) {
                 observer(active.id, index, logits);
             }
-            match token {
-                Ok(token) => self.emit_token(row.key, *token),
-                Err(error) => self.end_with(row.key, error.clone().into()),
+            let chosen = token.clone();
+            let scratch = &mut self.adjusted;
+            match chosen.and_then(|token| active.choose(index, token, logits, scratch)) {
+                Ok((token, logprobs)) => self.emit_token(row.key, token, logprobs),
+                Err(error) => self.end_with(row.key, error.into()),
             }
         }
     }
 
-    fn emit_token(&mut self, key: RequestKey, token: u32) {
+    fn emit_token(&mut self, key: RequestKey, token: u32, logprobs: Option<Box<TokenLogprobs>>) {
         self.scheduler.append(key, token);
         self.stats.tokens_sampled += 1;
         let request = self.scheduler.request(key);
@@ -682,6 +685,7 @@ impl Engine {
             id,
             token: Some(token),
             text,
+            logprobs,
             finish,
             error: None,
         });
@@ -705,6 +709,7 @@ impl Engine {
             id,
             token: None,
             text: String::new(),
+            logprobs: None,
             finish: Some(FinishReason::Error),
             error: Some(error),
         });

@@ -179,6 +179,8 @@ pub struct RowSampling {
     pub uniform: f64,
     /// The token is known: nothing is chosen, and the result is this.
     pub forced: Option<u32>,
+    /// Is the row of logits wanted with the token?
+    pub logits: bool,
 }
 
 /// One step, ready to run: its metadata are prepared.
@@ -190,8 +192,6 @@ pub struct Step<'a> {
     pub graph: BatchExecutionDescriptor,
     /// For each of [`InputBatch::logits_rows`].
     pub sampling: &'a [RowSampling],
-    /// Are the rows of logits wanted with the tokens?
-    pub observe: bool,
 }
 
 /// Where a segment stands in a step.
@@ -210,7 +210,7 @@ pub struct SegmentPlace {
 pub struct StepResults {
     /// For each of the step's logits rows.
     pub tokens: Vec<Result<u32, SamplingError>>,
-    /// `f32 [rows, vocab_size]`, if they were asked for.
+    /// `f32 [rows, vocab_size]`: those that were wanted ([`RowSampling::logits`]), in order.
     pub logits: Vec<f32>,
     /// Where the executor's time went: the parts that are its own, the others 0.
     pub timings: StepTimings,

@@ -19,6 +19,7 @@ use timetable_sandbox::ReloadHandle;
 use crate::{
     engine::Engine,
     output::{FinishReason, GenerationRequest, RequestError, RequestId, RequestUpdate},
+    sampling::TokenLogprobs,
     tenants::TenantStats,
     timings::EngineStats,
 };
@@ -32,6 +33,8 @@ pub enum RequestEvent {
         token: u32,
         /// Often empty: text comes in whole characters, and what may be a stop string is held back.
         text: String,
+        /// If the request asks for them.
+        logprobs: Option<Box<TokenLogprobs>>,
     },
     /// The end; nothing follows.
     Finished {
@@ -382,13 +385,20 @@ impl StepLoop {
                 id,
                 token,
                 text,
+                logprobs,
                 finish,
                 error,
             } = update;
             let Some(reader) = self.readers.get_mut(&id) else {
                 continue;
             };
-            let reads = token.is_none_or(|token| reader.token(RequestEvent::Token { token, text }));
+            let reads = token.is_none_or(|token| {
+                reader.token(RequestEvent::Token {
+                    token,
+                    text,
+                    logprobs,
+                })
+            });
             if let Some(reason) = finish {
                 if let Some(reader) = self.readers.remove(&id) {
                     reader.finish(reason, error);

@@ -5,7 +5,7 @@ use timetable_sandbox::TenantName;
 use crate::{
     attention::StepError,
     executor::StepFailure,
-    sampling::{SamplingError, SamplingParams},
+    sampling::{SamplingError, SamplingParams, TokenLogprobs},
     scheduler::AddRequestError,
 };
 
@@ -24,6 +24,27 @@ pub struct GenerationRequest {
     pub forced: Vec<u32>,
     /// Whose it is; none: of nobody in particular.
     pub tenant: Option<TenantName>,
+}
+
+impl GenerationRequest {
+    /// Does the model have every token that is named?
+    pub(crate) fn check_tokens(&self, vocab_size: usize) -> Result<(), RequestError> {
+        let is_unknown = |&token: &u32| token as usize >= vocab_size;
+        for tokens in [&self.prompt, &self.forced] {
+            if let Some(index) = tokens.iter().position(is_unknown) {
+                return Err(RequestError::Vocabulary {
+                    token: tokens[index],
+                    index,
+                    vocab_size,
+                });
+            }
+        }
+        let mut biased = self.params.logit_bias.iter().map(|bias| bias.0);
+        match biased.find(is_unknown) {
+            Some(token) => Err(SamplingError::LogitBiasToken { token, vocab_size }.into()),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Why a request ended.
@@ -117,6 +138,8 @@ pub struct RequestUpdate {
     pub token: Option<u32>,
     /// Text that became certain; always empty without a tokenizer.
     pub text: String,
+    /// With a token of a request that asks for them.
+    pub logprobs: Option<Box<TokenLogprobs>>,
     /// The last update of a request says why it ended.
     pub finish: Option<FinishReason>,
     /// With `FinishReason::Error`.

@@ -30,6 +30,8 @@ pub struct Request {
     /// Stands for the last of them in the step that is submitted next: its id where it is known all the same, else a
     /// [feed reference](crate::batch::feed_reference).
     pub(crate) feed: i32,
+    /// The host chooses its tokens, from logits that come to it: a device cannot go on before it has.
+    pub(crate) waits_for_choice: bool,
     /// No further token once there are this many.
     pub(crate) max_total_tokens: usize,
     pub(crate) blocks: RequestBlocks,
@@ -99,8 +101,9 @@ impl Request {
         self.tokens.len() >= self.max_total_tokens
     }
 
-    /// Will it be there once the pending tokens are known?
-    pub(crate) fn is_at_limit_with_pending(&self) -> bool {
-        self.num_pending > 0 && self.num_tokens_with_pending() >= self.max_total_tokens
+    /// Can it not go on before a pending token is known: because that is its last, or because the host chooses it?
+    pub(crate) fn waits_for_token(&self) -> bool {
+        let is_last = self.num_tokens_with_pending() >= self.max_total_tokens;
+        self.num_pending > 0 && (self.waits_for_choice || is_last)
     }
 }

@@ -3,8 +3,16 @@
 //! Everything here is per request: the random numbers of one request depend on its seed and on how many tokens it has
 //! drawn, never on the batch. Knows no model and no tokenizer.
 
+mod adjust;
+mod logprobs;
+
 use rand::{Rng, SeedableRng};
 use rand_pcg::Pcg64;
+
+pub use self::{
+    adjust::Adjustment,
+    logprobs::{MAX_LOGPROBS, TokenLogprobs},
+};
 
 /// How one request's tokens are chosen, and when it stops.
 #[derive(Debug, Clone, PartialEq)]
@@ -15,6 +23,18 @@ pub struct SamplingParams {
     pub top_k: usize,
     /// Only the likeliest tokens that together reach this probability are drawn from, within (0, 1].
     pub top_p: f32,
+    /// Only tokens at least so likely as this part of the likeliest one's probability are drawn from, within [0, 1]; 0: all.
+    pub min_p: f32,
+    /// Subtracted from the logit of each token of the output, within [−2, 2].
+    pub presence_penalty: f32,
+    /// Subtracted from the logit of each token of the output for each time that it is there, within [−2, 2].
+    pub frequency_penalty: f32,
+    /// Divides the positive and multiplies the other logits of each token of the prompt and the output; above 0, 1 for none.
+    pub repetition_penalty: f32,
+    /// Added to these tokens' logits, within [−100, 100]; each token once.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// With each token, its log-probability and those of so many of the likeliest, at most [`MAX_LOGPROBS`].
+    pub logprobs: Option<u32>,
     /// Seed of the request's random numbers; `None`: a random one.
     pub seed: Option<u64>,
     /// Tokens generated at most; at least 1.
@@ -34,6 +54,12 @@ impl Default for SamplingParams {
             temperature: 0.0,
             top_k: 0,
             top_p: 1.0,
+            min_p: 0.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: Vec::new(),
+            logprobs: None,
             seed: None,
             max_tokens: 128,
             stop: Vec::new(),
@@ -50,10 +76,48 @@ pub enum SamplingError {
     #[error("temperature is {0}; give 0 for greedy decoding or a positive number")]
     Temperature(f32),
     /// Not within (0, 1].
-    #[error("top-p is {0}; give a number above 0 and at most 1")]
+    #[error("top_p is {0}; give a number above 0 and at most 1")]
     TopP(f32),
+    /// Not within [0, 1].
+    #[error("min_p is {0}; give a number from 0 to 1")]
+    MinP(f32),
+    /// Not within [−2, 2].
+    #[error("{name} is {value}; give a number from -2 to 2")]
+    Penalty {
+        /// The parameter.
+        name: &'static str,
+        /// As given.
+        value: f32,
+    },
+    /// Not above 0, or not finite.
+    #[error("repetition_penalty is {0}; give a number above 0, 1 for none")]
+    RepetitionPenalty(f32),
+    /// Not within [−100, 100].
+    #[error("logit_bias of token {token} is {bias}; give a number from -100 to 100")]
+    LogitBias {
+        /// The token.
+        token: u32,
+        /// As given.
+        bias: f32,
+    },
+    /// A token that the model does not have.
+    #[error(
+        "logit_bias names token {token}, which is not in the model's vocabulary of {vocab_size}: name tokens of this model"
+    )]
+    LogitBiasToken {
+        /// The token.
+        token: u32,
+        /// Tokens that the model has.
+        vocab_size: usize,
+    },
+    /// A token that is named twice.
+    #[error("logit_bias names token {0} twice; give each token one bias")]
+    LogitBiasTwice(u32),
+    /// More than are given.
+    #[error("logprobs is {0}; ask for at most {MAX_LOGPROBS}")]
+    Logprobs(u32),
     /// Zero.
-    #[error("max-tokens is 0; give at least 1")]
+    #[error("max_tokens is 0; give at least 1")]
     MaxTokens,
     /// A stop string without characters.
     #[error("stop string {0} is empty; leave it out")]
@@ -75,6 +139,24 @@ impl SamplingParams {
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
             return Err(SamplingError::TopP(self.top_p));
         }
+        if !(0.0..=1.0).contains(&self.min_p) {
+            return Err(SamplingError::MinP(self.min_p));
+        }
+        for (name, value) in [
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+        ] {
+            if !(-2.0..=2.0).contains(&value) {
+                return Err(SamplingError::Penalty { name, value });
+            }
+        }
+        if !(self.repetition_penalty.is_finite() && self.repetition_penalty > 0.0) {
+            return Err(SamplingError::RepetitionPenalty(self.repetition_penalty));
+        }
+        self.validate_bias()?;
+        if let Some(count) = self.logprobs.filter(|&count| count > MAX_LOGPROBS) {
+            return Err(SamplingError::Logprobs(count));
+        }
         if self.max_tokens == 0 {
             return Err(SamplingError::MaxTokens);
         }
@@ -82,6 +164,31 @@ impl SamplingParams {
             Some(i) => Err(SamplingError::EmptyStop(i)),
             None => Ok(()),
         }
+    }
+
+    fn validate_bias(&self) -> Result<(), SamplingError> {
+        for &(token, bias) in &self.logit_bias {
+            if !(-100.0..=100.0).contains(&bias) {
+                return Err(SamplingError::LogitBias { token, bias });
+            }
+        }
+        let mut tokens: Vec<u32> = self.logit_bias.iter().map(|bias| bias.0).collect();
+        tokens.sort_unstable();
+        match tokens.windows(2).find(|pair| pair[0] == pair[1]) {
+            Some(pair) => Err(SamplingError::LogitBiasTwice(pair[0])),
+            None => Ok(()),
+        }
+    }
+
+    /// Must its tokens be chosen on the host, from logits that its tokens or its bias change, or by a rule that devices do not
+    /// have?
+    pub fn needs_host(&self) -> bool {
+        let draws_by_min_p = self.min_p > 0.0 && self.temperature > 0.0;
+        draws_by_min_p
+            || self.presence_penalty != 0.0
+            || self.frequency_penalty != 0.0
+            || self.repetition_penalty != 1.0
+            || !self.logit_bias.is_empty()
     }
 
     /// Whether `token` ends the request, given the model's end-of-text tokens.
@@ -102,7 +209,7 @@ pub struct Sampler {
 }
 
 /// How one token is chosen: parameters in the ranges of [`SamplingParams::validate`].
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Choice {
     /// Divides the logits; 0 is greedy.
     pub temperature: f32,
@@ -110,6 +217,8 @@ pub struct Choice {
     pub top_k: usize,
     /// Within (0, 1].
     pub top_p: f32,
+    /// Within [0, 1]; 0: all.
+    pub min_p: f32,
 }
 
 /// Chooses tokens; holds only memory that is reused.
@@ -131,6 +240,7 @@ impl Sampler {
                 temperature: params.temperature,
                 top_k: params.top_k,
                 top_p: params.top_p,
+                min_p: params.min_p,
             },
             rng: Pcg64::seed_from_u64(params.seed.unwrap_or_else(rand::random)),
             chooser: Chooser::default(),
@@ -171,7 +281,7 @@ impl Sampler {
 
 impl Chooser {
     /// The token for a row of `vocab_size` logits. Greedy takes the largest, the lowest id on ties. Otherwise top-k,
-    /// temperature and top-p in this order, then `uniform`, within [0, 1), picks among what is left by its running sum: in the order
+    /// temperature, min-p and top-p in this order, then `uniform`, within [0, 1), picks among what is left by its running sum: in the order
     /// of the ids or, below a top-p of 1, likeliest first, as the nucleus was taken. `kernels/src/sampling.cu` runs in the same
     /// order, so that one seed gives the same tokens on every device.
     ///
@@ -212,6 +322,11 @@ impl Chooser {
                 ((*weight - max) / choice.temperature).exp()
             };
             total += f64::from(*weight);
+        }
+        if choice.min_p > 0.0 {
+            // Weights are parts of the likeliest one's, which is 1.
+            candidates.retain(|candidate| candidate.1 >= choice.min_p);
+            total = candidates.iter().map(|c| f64::from(c.1)).sum();
         }
         if choice.top_p < 1.0 {
             total = nucleus(candidates, total, f64::from(choice.top_p));

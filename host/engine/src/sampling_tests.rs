@@ -155,11 +155,48 @@ fn bad_parameters_are_named_with_their_value() {
     };
     assert!(check(&|p| p.temperature = -0.5).contains("-0.5"));
     assert!(check(&|p| p.temperature = f32::NAN).contains("NaN"));
-    assert!(check(&|p| p.top_p = 0.0).contains("top-p is 0"));
+    assert!(check(&|p| p.top_p = 0.0).contains("top_p is 0"));
     assert!(check(&|p| p.top_p = 1.5).contains("1.5"));
-    assert!(check(&|p| p.max_tokens = 0).contains("max-tokens"));
+    assert!(check(&|p| p.max_tokens = 0).contains("max_tokens"));
     assert!(check(&|p| p.stop = vec!["a".into(), String::new()]).contains("stop string 1"));
+    assert!(check(&|p| p.min_p = -0.1).contains("min_p is -0.1"));
+    assert!(check(&|p| p.min_p = f32::NAN).contains("min_p is NaN"));
+    assert!(check(&|p| p.presence_penalty = 2.5).contains("presence_penalty is 2.5"));
+    assert!(check(&|p| p.frequency_penalty = -3.0).contains("frequency_penalty is -3"));
+    assert!(check(&|p| p.repetition_penalty = 0.0).contains("repetition_penalty is 0"));
+    assert!(check(&|p| p.repetition_penalty = f32::INFINITY).contains("repetition_penalty is inf"));
+    assert!(check(&|p| p.logit_bias = vec![(7, 101.0)]).contains("token 7 is 101"));
+    assert!(check(&|p| p.logit_bias = vec![(7, f32::NAN)]).contains("token 7 is NaN"));
+    assert!(
+        check(&|p| p.logit_bias = vec![(7, 1.0), (3, 1.0), (7, 2.0)]).contains("token 7 twice")
+    );
+    assert!(check(&|p| p.logprobs = Some(21)).contains("logprobs is 21"));
     assert_eq!(SamplingParams::default().validate(), Ok(()));
+}
+
+#[test]
+fn min_p_leaves_what_is_likely_beside_the_likeliest() {
+    // Probabilities beside the likeliest one's: 1, 0.5, 0.25, 0.01.
+    let logits = [0.25f32.ln(), 0.0, 0.5f32.ln(), 0.01f32.ln()];
+    let drawn = |min_p, temperature, top_p| {
+        let params = SamplingParams {
+            temperature,
+            top_p,
+            min_p,
+            seed: Some(5),
+            ..SamplingParams::default()
+        };
+        let mut sampler = Sampler::new(&params).expect("valid parameters");
+        let counts = histogram(&mut sampler, &logits);
+        (0..4).filter(|&i| counts[i] > 0.0).collect::<Vec<usize>>()
+    };
+    assert_eq!(drawn(0.0, 1.0, 1.0), [0, 1, 2, 3]);
+    assert_eq!(drawn(0.1, 1.0, 1.0), [0, 1, 2]);
+    assert_eq!(drawn(0.3, 1.0, 1.0), [1, 2]);
+    assert_eq!(drawn(1.0, 1.0, 1.0), [1]);
+    // After the temperature: at 0.5 the quarter is a sixteenth. Before top-p: of 1 and 0.5, the first two thirds.
+    assert_eq!(drawn(0.1, 0.5, 1.0), [1, 2]);
+    assert_eq!(drawn(0.3, 1.0, 0.6), [1]);
 }
 
 #[test]

@@ -289,6 +289,7 @@ impl Scheduler {
             num_computed: 0,
             num_pending: 0,
             feed: 0,
+            waits_for_choice: false,
             max_total_tokens,
             blocks: RequestBlocks::rooted(owner.prefix_root),
             tenant: owner.tenant,
@@ -310,6 +311,12 @@ impl Scheduler {
         };
         self.tenants[owner.tenant.index()].waiting.push_back(key);
         Ok(key)
+    }
+
+    /// From here on the request is scheduled only when all of its tokens are known.
+    pub fn wait_for_choices(&mut self, key: RequestKey) {
+        let request = self.requests[key.index()].as_mut().expect("not ended");
+        request.waits_for_choice = true;
     }
 
     fn max_total_tokens(
@@ -418,7 +425,7 @@ impl Scheduler {
     fn measure_demand(&mut self, budget: usize) {
         for &key in &self.running {
             let request = self.requests[key.index()].as_ref().expect("running");
-            if !request.is_at_limit_with_pending() {
+            if !request.waits_for_token() {
                 self.tenants[request.tenant.index()].claim.demand += remaining(request);
             }
         }
@@ -486,8 +493,8 @@ impl Scheduler {
             let key = self.running[index];
             let request = self.request(key);
             let part = self.tenants[request.tenant.index()].left.min(self.budget());
-            // The token that it waits for is its last: nothing follows.
-            if part == 0 || request.is_at_limit_with_pending() {
+            // The token that it waits for is its last, or one that the host chooses.
+            if part == 0 || request.waits_for_token() {
                 index += 1;
                 continue;
             }
@@ -581,9 +588,9 @@ impl Scheduler {
             let request = self.request(key);
             let tenant = request.tenant.index();
             let more = (remaining(request) - so_far).min(self.budget());
-            let is_over = request.is_at_limit_with_pending();
+            let waits = request.waits_for_token();
             let end = request.num_computed + so_far + more;
-            if self.tenants[tenant].waits || more == 0 || is_over {
+            if self.tenants[tenant].waits || more == 0 || waits {
                 continue;
             }
             if !self.grow(key, end) {

@@ -152,12 +152,17 @@ impl Executor for SimulatedExecutor {
         results.clear();
         let vocab_size = self.model.vocab_size.max(1);
         let inputs = step.batch.inputs();
-        let rows = step.batch.logits_rows().iter().zip(step.sampling);
-        results.tokens.extend(rows.map(|(&row, sampling)| {
-            // A request that names no tokens gets its positions.
+        for (&row, sampling) in step.batch.logits_rows().iter().zip(step.sampling) {
+            // A request that names no tokens gets its positions: those are the likeliest.
             let position = inputs.positions[row] as usize % vocab_size;
-            Ok(sampling.forced.unwrap_or(position as u32))
-        }));
+            let token = sampling.forced.unwrap_or(position as u32);
+            results.tokens.push(Ok(token));
+            if sampling.logits {
+                let first = results.logits.len();
+                results.logits.resize(first + vocab_size, 0.0);
+                results.logits[first + position] = 1.0;
+            }
+        }
         let keys: u64 = inputs.seq_lens.iter().map(|&len| len.max(0) as u64).sum();
         let tokens = step.batch.num_actual_tokens() as u64;
         results.timings.kernel_ns = self.cost.of(tokens, keys);

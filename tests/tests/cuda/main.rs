@@ -8,6 +8,7 @@ mod graphs;
 mod invariance;
 mod precision;
 mod reload;
+mod sampling;
 mod support;
 mod tenants;
 mod tokens;

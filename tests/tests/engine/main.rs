@@ -6,6 +6,7 @@ mod counts;
 mod invariance;
 mod recorded;
 mod reload;
+mod sampling;
 mod scheduler;
 mod tenants;
 mod tenants_scheduler;

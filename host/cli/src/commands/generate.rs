@@ -88,6 +88,7 @@ fn sampling(arguments: &Generate) -> Result<SamplingParams, Failure> {
         stop: arguments.stop.clone(),
         stop_token_ids: Vec::new(),
         ignore_eos: arguments.ignore_eos,
+        ..SamplingParams::default()
     };
     params.validate().map_err(Failure::of(Exit::Usage))?;
     Ok(params)

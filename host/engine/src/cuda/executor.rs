@@ -493,8 +493,11 @@ impl Running {
             unsafe {
                 core.forward.head(stream, rows, tokens)?;
                 core.forward.sample(stream, rows)?;
-                let logits = step.observe.then(|| core.forward.logits());
-                running.flights.end(stream, num_rows, ptrs.sampled, logits)
+                let rows = step.sampling.iter().enumerate();
+                let wanted = rows.filter(|(_, row)| row.logits).map(|(index, _)| index);
+                let logits = core.forward.logits();
+                let flights = &mut running.flights;
+                flights.end(stream, num_rows, ptrs.sampled, logits, wanted)
             }
         };
         run(self).map_err(|error| failed(&error))

@@ -1,7 +1,7 @@
 //! Steps between submission and collection: where each one's tokens arrive on the host, and what the device says of its time.
 //!
-//! A place is reused only after its step was collected, and everything is made at the start: no step allocates. Logits that a
-//! test or an evaluation asks for are the exception. This module must never know what a step computes.
+//! A place is reused only after its step was collected, and everything is made at the start: no step allocates. Rows of logits
+//! that are wanted on the host are the exception: the first steps that want so many make room for them. This module must never know what a step computes.
 
 use std::{collections::VecDeque, time::Duration};
 
@@ -20,7 +20,7 @@ pub(super) const STEP_LIMIT: Duration = Duration::from_secs(120);
 struct Place {
     /// s32 `[rows]`
     tokens: PinnedBuffer,
-    /// f32 `[rows, vocab]`; made when logits are asked for, for so many rows.
+    /// f32 `[rows, vocab]`; made when so many rows are wanted.
     logits: Option<PinnedBuffer>,
     /// Around the copy of the step's inputs, and their unpacking.
     marks: StepMarks,
@@ -34,7 +34,8 @@ struct Flight {
     /// The place of the step before, if its marks are still its own.
     before: Option<usize>,
     num_rows: usize,
-    observed: bool,
+    /// Rows of logits that come to the host.
+    num_logits: usize,
 }
 
 /// All places, and the steps in flight.
@@ -90,16 +91,18 @@ impl Flights {
         &self.places[self.next].marks
     }
 
-    /// Has the step's `num_rows` tokens, and logits if they are wanted, copied to the host, and puts it in flight.
+    /// Has the step's `num_rows` tokens, and the rows of logits that are `wanted`, copied to the host, and puts it in flight.
     ///
     /// # Safety
-    /// `tokens` is s32 `[num_rows]` and `logits` f32 `[num_rows, vocab]`, live until the stream has passed.
+    /// `tokens` is s32 `[num_rows]` and `logits` f32 `[num_rows, vocab]`, live until the stream has passed; `wanted` names rows
+    /// below `num_rows`.
     pub(super) unsafe fn end(
         &mut self,
         stream: &Stream,
         num_rows: usize,
         tokens: DevicePtr,
-        logits: Option<DevicePtr>,
+        logits: DevicePtr,
+        wanted: impl Iterator<Item = usize> + Clone,
     ) -> Result<(), CudaError> {
         let place = &mut self.places[self.next];
         if num_rows > 0 {
@@ -107,17 +110,20 @@ impl Flights {
             // SAFETY: the caller's; the place belongs to no step in flight, and is read only once `done` has passed.
             unsafe { stream.copy_to_host(&place.tokens, 0..bytes, tokens) }?;
         }
-        if let (Some(logits), true) = (logits, num_rows > 0) {
-            let bytes = num_rows * self.vocab_size * size_of::<f32>();
-            let room = place.logits.as_ref().map_or(0, PinnedBuffer::len);
-            if room < bytes {
-                // The old one goes: its step was collected.
-                let what = "the logits of a step, for an observer";
-                place.logits = Some(PinnedBuffer::new(&self.device, bytes, false, what)?);
-            }
-            if let Some(buffer) = &place.logits {
+        let num_logits = wanted.clone().count();
+        let row_bytes = self.vocab_size * size_of::<f32>();
+        let room = place.logits.as_ref().map_or(0, PinnedBuffer::len);
+        if room < num_logits * row_bytes {
+            // The old one goes: its step was collected. The next power of two, so that it seldom comes to this.
+            let bytes = num_logits.next_power_of_two() * row_bytes;
+            let what = "rows of logits of a step";
+            place.logits = Some(PinnedBuffer::new(&self.device, bytes, false, what)?);
+        }
+        if let Some(buffer) = &place.logits {
+            for (to, row) in wanted.enumerate() {
+                let bytes = to * row_bytes..(to + 1) * row_bytes;
                 // SAFETY: as above.
-                unsafe { stream.copy_to_host(buffer, 0..bytes, logits) }?;
+                unsafe { stream.copy_to_host(buffer, bytes, logits.offset(row * row_bytes)) }?;
             }
         }
         stream.record(&place.done)?;
@@ -125,15 +131,15 @@ impl Flights {
             place: self.next,
             before: self.last,
             num_rows,
-            observed: logits.is_some(),
+            num_logits,
         });
         self.last = Some(self.next);
         self.next = (self.next + 1) % self.places.len();
         Ok(())
     }
 
-    /// Waits for the oldest step in flight; `take` gets its tokens (s32, in row order) and its logits (f32 `[rows, vocab]`, empty
-    /// where none were asked for). Adds the device's times to `timings`. Nothing in flight: no tokens.
+    /// Waits for the oldest step in flight; `take` gets its tokens (s32, in row order) and the logits that were
+    /// wanted (f32 `[rows, vocab]`). Adds the device's times to `timings`. Nothing in flight: no tokens.
     ///
     /// # Errors
     /// What the device says of any work up to there; the step is no longer in flight.
@@ -158,8 +164,8 @@ impl Flights {
         let tokens = &place.tokens.as_slice()[..flight.num_rows * size_of::<i32>()];
         // An empty slice of bytes need not be aligned for floats, so it is never cast.
         let logits: &[f32] = match &place.logits {
-            Some(buffer) if flight.observed => {
-                let bytes = flight.num_rows * self.vocab_size * size_of::<f32>();
+            Some(buffer) if flight.num_logits > 0 => {
+                let bytes = flight.num_logits * self.vocab_size * size_of::<f32>();
                 bytemuck::cast_slice(&buffer.as_slice()[..bytes])
             }
             _ => &[],

@@ -186,6 +186,7 @@ mod tests {
             top_k: 40,
             uniform: 0.25,
             forced: None,
+            logits: false,
         };
         let row = sample_row(&asked);
         assert_eq!((row.temperature, row.top_p), (0.7, 0.9));

@@ -5,7 +5,7 @@
 use crate::{
     executor::RowSampling,
     output::RequestId,
-    sampling::{Sampler, SamplingParams, StopMatcher},
+    sampling::{Adjustment, Sampler, SamplingError, SamplingParams, StopMatcher, TokenLogprobs},
     tokenizer::{TextStream, Tokenizer},
 };
 
@@ -20,25 +20,65 @@ pub(super) struct Active {
     pub(super) id: RequestId,
     pub(super) params: SamplingParams,
     pub(super) sampler: Sampler,
+    /// Changes the logits from which the host chooses.
+    pub(super) adjustment: Option<Adjustment>,
     pub(super) forced: Vec<u32>,
     pub(super) text: Option<Text>,
 }
 
 impl Active {
-    /// How the token at `index` of the output is chosen.
+    /// How the token at `index` of the output is chosen. Where the host does it, the device reads the row greedily and nobody
+    /// looks at the result.
     pub(super) fn sampling(&mut self, index: usize) -> RowSampling {
-        let choice = self.sampler.choice();
         let forced = self.forced.get(index).copied();
+        let needs_host = self.params.needs_host();
+        let logits = needs_host || self.params.logprobs.is_some();
+        if forced.is_some() || needs_host {
+            return RowSampling {
+                top_p: 1.0,
+                forced,
+                logits,
+                ..RowSampling::default()
+            };
+        }
+        let choice = self.sampler.choice();
         RowSampling {
             temperature: choice.temperature,
             top_p: choice.top_p,
             top_k: u32::try_from(choice.top_k).unwrap_or(u32::MAX),
-            uniform: match forced {
-                Some(_) => 0.0,
-                None => self.sampler.draw(),
-            },
+            uniform: self.sampler.draw(),
             forced,
+            logits,
         }
+    }
+
+    /// The token at `index` of the output, and its log-probabilities if they are wanted, from its row of logits where it has
+    /// one. `token` is the device's; `scratch` is memory.
+    pub(super) fn choose(
+        &mut self,
+        index: usize,
+        token: u32,
+        logits: Option<&[f32]>,
+        scratch: &mut Vec<f32>,
+    ) -> Result<(u32, Option<Box<TokenLogprobs>>), SamplingError> {
+        let Some(logits) = logits else {
+            return Ok((token, None));
+        };
+        let mut token = token;
+        if self.params.needs_host() && self.forced.len() <= index {
+            scratch.clear();
+            scratch.extend_from_slice(logits);
+            if let Some(adjustment) = &self.adjustment {
+                adjustment.apply(scratch);
+            }
+            token = self.sampler.sample(scratch)?;
+        }
+        if let Some(adjustment) = &mut self.adjustment {
+            adjustment.push(token);
+        }
+        let wanted = self.params.logprobs;
+        let logprobs = wanted.map(|count| TokenLogprobs::new(logits, token, count as usize));
+        Ok((token, logprobs.map(Box::new)))
     }
 }
 

@@ -51,7 +51,7 @@ pub fn collect(streams: &[RequestStream], show: bool) -> Result<Vec<Answer>, Fai
             });
         let answer = &mut answers[index];
         match event {
-            RequestEvent::Token { token, text } => {
+            RequestEvent::Token { token, text, .. } => {
                 answer.first_token.get_or_insert_with(|| started.elapsed());
                 answer.tokens.push(token);
                 answer.text.push_str(&text);
