@@ -22,7 +22,7 @@ Exit codes:
   2  the command line was not understood
   3  a batch was refused, by the verifier or by the builder itself
   4  an input is not usable: a model, a component, a step description, a directory, a configuration
-  5  no running host answers at the admin socket, or another one holds it
+  5  no running host answers at the admin socket, or another one holds it, or the address to serve at
   6  the GPU cannot be used, has too little memory, or was lost";
 
 /// LLM attention with sandboxed, hot-swappable metadata builders.
@@ -44,6 +44,17 @@ Examples:
   timetable generate --model m.gguf --prompt Hi --attention-backend FLASHINFER --builder FLASHINFER=mine.wasm
   timetable generate --model m.gguf --prompt Hi --device cuda:0 --kv-cache-dtype fp8")]
     Generate(Generate),
+
+    /// Serve a model over HTTP, as OpenAI's API: completions, chat, streaming; builders are replaced while it does
+    #[command(after_help = "\
+It says `timetable: serving MODEL at http://ADDRESS` on standard error once it answers. SIGTERM or SIGINT lets running requests end,
+refuses new ones, and ends with 0; a second signal ends at once.
+
+Examples:
+  timetable serve --model SmolLM2-135M-Instruct.Q4_1.gguf
+  timetable serve --model ./my-llama --listen 0.0.0.0:8000 --api-keys ./api-keys --config timetable.toml
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{\"model\": \"my-llama\", \"prompt\": \"Once\"}'")]
+    Serve(Serve),
 
     /// Replace the builder of a backend in the running host, at once or in stages; requests go on
     #[command(after_help = "\
@@ -270,6 +281,39 @@ pub struct Generate {
 
     #[command(flatten)]
     pub settings: SettingArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct Serve {
+    /// A GGUF file, or a Hugging Face directory (config.json, *.safetensors, tokenizer.json)
+    #[arg(short, long, value_name = "PATH", value_hint = ValueHint::AnyPath)]
+    pub model: PathBuf,
+
+    #[command(flatten)]
+    pub server: ServerArgs,
+
+    #[command(flatten)]
+    pub settings: SettingArgs,
+}
+
+/// Flags of `serve` that a configuration file may say as well.
+#[derive(Clone, Debug, Args)]
+pub struct ServerArgs {
+    /// Where clients connect; port 0 takes a free one [default: 127.0.0.1:8000]
+    #[arg(long, value_name = "HOST:PORT")]
+    pub listen: Option<String>,
+
+    /// What clients call the model [default: the last part of --model, without .gguf]
+    #[arg(long, value_name = "NAME")]
+    pub served_model_name: Option<String>,
+
+    /// The chat template, a Jinja file, instead of the model's own
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub chat_template: Option<PathBuf>,
+
+    /// A file with a line for each key, KEY or sha256:HEX, each with its tenant after it if it has one [default: all may ask]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub api_keys: Option<PathBuf>,
 }
 
 /// Flags that a configuration file may say as well: each comes before the file, and the file before the default.

@@ -15,7 +15,7 @@ pub enum Exit {
     Refused = 3,
     /// An input is not usable: a model, a component, a step description, a directory.
     BadInput = 4,
-    /// No running host answers at the admin socket, or another one holds it.
+    /// No running host answers at the admin socket, or another one holds it, or the address to serve at.
     Unreachable = 5,
     /// The GPU cannot be used, has too little memory, or was lost.
     Device = 6,

@@ -28,6 +28,7 @@ fn main() -> ExitCode {
         .init();
     let result = match cli.command {
         Command::Generate(arguments) => commands::generate::run(&arguments),
+        Command::Serve(arguments) => commands::serve::run(&arguments),
         Command::Reload(arguments) => commands::reload::reload(&arguments),
         Command::Rollback(arguments) => commands::control::rollback(&arguments),
         Command::Builders(arguments) => commands::control::builders(&arguments),

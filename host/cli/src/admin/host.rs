@@ -4,7 +4,7 @@ mod configure;
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -20,8 +20,7 @@ use timetable_sandbox::{
 
 use self::configure::Settings;
 use super::{Control, Submission};
-use crate::cli::SettingArgs;
-use crate::config::Effective;
+use crate::config::{Effective, Flags};
 
 /// One attention group of the running engine.
 pub struct Group {
@@ -46,6 +45,9 @@ const SETTLE: Duration = Duration::from_secs(2);
 /// Reads the engine's counts and times, and its tenants', as of its last step.
 pub type StatsReader = Box<dyn Fn() -> (EngineStats, Vec<TenantStats>) + Send + Sync>;
 
+/// Makes a part of the table of builders.
+pub type Table = Box<dyn Fn() -> Value + Send + Sync>;
+
 /// The builders of a running host.
 pub struct Host {
     sandbox: Sandbox,
@@ -53,6 +55,8 @@ pub struct Host {
     /// What start-up found: members of the table of builders.
     startup: Value,
     stats: StatsReader,
+    /// What a server counts, if there is one: the member `http` of the table.
+    http: OnceLock<Table>,
     /// What it was configured with. Taken before `state`.
     settings: Mutex<Option<Settings>>,
     /// How a version gets into service where nobody says it.
@@ -86,6 +90,7 @@ impl Host {
             groups,
             startup,
             stats,
+            http: OnceLock::new(),
             settings: Mutex::new(None),
             plan: RwLock::default(),
             state,
@@ -112,9 +117,15 @@ impl Host {
 
     /// The flags that it was started with and the configuration in force, so that it can be changed.
     #[must_use]
-    pub fn configured(mut self, flags: SettingArgs, effective: Effective) -> Self {
+    pub fn configured(mut self, flags: Flags, effective: Effective) -> Self {
         self.settings = Mutex::new(Some(Settings { flags, effective }));
         self
+    }
+
+    /// What the server in front of it counts.
+    pub fn serving(&self, http: Table) {
+        // One host has one server.
+        let _ = self.http.set(http);
     }
 
     fn trust(&self) -> RwLockReadGuard<'_, Trust> {
@@ -513,6 +524,9 @@ impl Control for Host {
         let (stats, tenants) = (self.stats)();
         table["engine"] = engine(&stats);
         table["engine"]["tenants"] = tenants.iter().map(tenant).collect();
+        if let Some(http) = self.http.get() {
+            table["http"] = http();
+        }
         Ok(table)
     }
 }

@@ -13,6 +13,7 @@ mod server;
 
 pub use client::call;
 pub use host::{Group, Host, engine};
+pub use metrics::render;
 pub use path::{default_path, prepare};
 pub use server::{Control, Server, Submission};
 

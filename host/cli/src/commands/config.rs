@@ -6,12 +6,12 @@ use clap::{Args, Subcommand, ValueHint};
 use serde_json::{Value, json};
 
 use super::control::socket;
-use super::generate::settings;
+use super::setup::settings;
 use super::table::table;
 use super::{print, print_json};
 use crate::admin::{self, Request};
 use crate::cli::{AdminArgs, SettingArgs};
-use crate::config::{self, Effective, File, Layer};
+use crate::config::{self, Effective, File, Flags, Layer};
 use crate::exit::{Exit, Failure};
 
 /// What `timetable config` does.
@@ -170,7 +170,7 @@ fn apply(arguments: &ConfigApply) -> Result<(), Failure> {
 }
 
 fn show(arguments: &ConfigShow) -> Result<(), Failure> {
-    let effective = settings(&arguments.settings)?;
+    let effective = settings(&Flags::of(&arguments.settings))?;
     if arguments.json {
         return print_json(&effective.json());
     }

@@ -1,9 +1,7 @@
 //! `generate`: a model answers prompts, its metadata builders in the sandbox; the admin socket is open while it does.
 
-mod setup;
 mod stream;
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,23 +13,31 @@ use timetable_engine::{EngineHandle, EngineStats, FinishReason, GenerationReques
 use timetable_record::RecorderHandle;
 
 use self::stream::Answer;
-use super::print_json;
+use super::{print_json, setup};
 use crate::admin::{self, Control, Server};
-use crate::cli::{Generate, SettingArgs};
-use crate::config::{self, Effective};
+use crate::cli::Generate;
+use crate::config::Flags;
 use crate::exit::{Exit, Failure};
 
 pub fn run(arguments: &Generate) -> Result<(), Failure> {
     // What can be refused at once is refused before a model is loaded.
     let params = sampling(arguments)?;
-    let settings = settings(&arguments.settings)?;
-    let socket = socket(settings.config.admin.socket.as_deref())?;
+    let flags = Flags::of(&arguments.settings);
+    let settings = setup::settings(&flags)?;
+    let socket = setup::socket(settings.config.admin.socket.as_deref())?;
     let setup::Running {
         engine,
         tokenizer,
         host,
         recording,
-    } = setup::start(arguments, &settings)?;
+        bounds: _,
+    } = setup::start(&setup::Start {
+        model: &arguments.model,
+        name: &arguments.model.to_string_lossy(),
+        flags: &flags,
+        settings: &settings,
+        talks: !arguments.json,
+    })?;
     let host = Arc::new(host);
     let server = match &socket {
         Some(path) => Some(Server::start(path, Arc::clone(&host))?),
@@ -71,13 +77,6 @@ pub fn run(arguments: &Generate) -> Result<(), Failure> {
     }
 }
 
-/// The configuration in force: flags over the file over the defaults.
-pub fn settings(arguments: &SettingArgs) -> Result<Effective, Failure> {
-    Effective::load(arguments.config.as_deref(), |file| {
-        config::flags(arguments, file)
-    })
-}
-
 fn sampling(arguments: &Generate) -> Result<SamplingParams, Failure> {
     let params = SamplingParams {
         temperature: arguments.temperature,
@@ -92,17 +91,6 @@ fn sampling(arguments: &Generate) -> Result<SamplingParams, Failure> {
     };
     params.validate().map_err(Failure::of(Exit::Usage))?;
     Ok(params)
-}
-
-/// The socket to open, checked; none if the user wants none.
-fn socket(given: Option<&Path>) -> Result<Option<std::path::PathBuf>, Failure> {
-    let path = match given {
-        Some(path) if path == Path::new("none") => return Ok(None),
-        Some(path) => path.to_path_buf(),
-        None => admin::default_path(),
-    };
-    admin::prepare(&path)?;
-    Ok(Some(path))
 }
 
 /// The token ids of each prompt.

@@ -17,6 +17,9 @@ pub mod reload;
 pub mod replay;
 pub mod replay_bundle;
 pub mod selftest;
+pub mod serve;
+mod setup;
+mod signals;
 mod table;
 pub mod top;
 

@@ -1,4 +1,4 @@
-//! The flags of `timetable generate` as settings: the layer over the file.
+//! The flags of `timetable generate` and `serve` as settings: the layer over the file.
 //!
 //! Must never know: what a flag's value means beyond its name.
 
@@ -7,15 +7,60 @@ use serde_json::{Value, json};
 use super::effective::{Layer, default_of, setting};
 use super::kind::Kind;
 use super::{Key, names};
-use crate::cli::{AttentionArgs, HostArgs, SchedulingArgs, SettingArgs, TrustArgs};
+use crate::cli::{AttentionArgs, HostArgs, SchedulingArgs, ServerArgs, SettingArgs, TrustArgs};
 use crate::exit::{Exit, Failure};
 use crate::provenance;
+
+/// What a host was started with.
+#[derive(Clone, Debug)]
+pub struct Flags {
+    /// What every host has.
+    pub settings: SettingArgs,
+    /// What `serve` has as well.
+    pub server: Option<ServerArgs>,
+}
+
+impl Flags {
+    /// Of a host without a server.
+    pub fn of(settings: &SettingArgs) -> Self {
+        Flags {
+            settings: settings.clone(),
+            server: None,
+        }
+    }
+
+    /// The settings that they give, over those of `file`.
+    ///
+    /// # Errors
+    /// A name that there is not.
+    pub fn layer(&self, file: Option<&Layer>) -> Result<Layer, Failure> {
+        let mut layer = flags(&self.settings, file)?;
+        if let Some(server) = &self.server {
+            let ServerArgs {
+                listen,
+                served_model_name,
+                chat_template,
+                api_keys,
+            } = server;
+            let given = [
+                ("server.listen", json!(listen)),
+                ("server.served_model_name", json!(served_model_name)),
+                ("server.chat_template", json!(chat_template)),
+                ("server.api_keys", json!(api_keys)),
+            ];
+            let given = given.into_iter().filter(|(_, value)| !value.is_null());
+            layer.extend(given.map(|(key, value)| (Key::of(key), value)));
+            check(&layer)?;
+        }
+        Ok(layer)
+    }
+}
 
 /// The settings that the flags give, over those of `file`: flags about the builder are about that of the backend in force.
 ///
 /// # Errors
 /// A name that there is not.
-pub fn flags(arguments: &SettingArgs, file: Option<&Layer>) -> Result<Layer, Failure> {
+fn flags(arguments: &SettingArgs, file: Option<&Layer>) -> Result<Layer, Failure> {
     let SettingArgs {
         config: _,
         device,

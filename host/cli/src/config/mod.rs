@@ -16,6 +16,7 @@ mod settings;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use timetable_attention::verify::Grant;
@@ -29,12 +30,13 @@ use timetable_sandbox::{
     BundleLimits, CallLimits, Canary, FaultPolicy, Gates, Limits, ReloadPlan, TenantName,
     TenantNameError,
 };
+use timetable_server::Options;
 use timetable_types::CudagraphMode;
 
 pub use document::{default_file, markdown};
 pub use effective::{Effective, Layer, refused};
 pub use file::{File, Problem};
-pub use flags::flags;
+pub use flags::Flags;
 pub use names::mode;
 
 use crate::cli::{DtypeArg, KvCacheDtypeArg, WeightsArg};
@@ -118,6 +120,8 @@ pub struct Config {
     pub recording: RecordingSettings,
     /// The host's own places.
     pub admin: AdminSettings,
+    /// The HTTP API.
+    pub server: ServerSettings,
 }
 
 /// `[engine]`. Names are the field's.
@@ -355,6 +359,56 @@ pub struct AdminSettings {
     pub state_dir: Option<PathBuf>,
     /// Compiled code.
     pub cache_dir: Option<PathBuf>,
+}
+
+/// `[server]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs, reason = "the table of settings says what each is")]
+pub struct ServerSettings {
+    pub listen: String,
+    pub served_model_name: Option<String>,
+    pub chat_template: Option<PathBuf>,
+    pub api_keys: Option<PathBuf>,
+    pub max_waiting_requests: usize,
+    pub request_timeout: Duration,
+    pub header_timeout: Duration,
+    pub drain_timeout: Duration,
+    pub max_body_bytes: usize,
+    pub max_connections: usize,
+}
+
+impl Default for ServerSettings {
+    fn default() -> Self {
+        let options = Options::default();
+        ServerSettings {
+            listen: "127.0.0.1:8000".to_owned(),
+            served_model_name: None,
+            chat_template: None,
+            api_keys: None,
+            max_waiting_requests: options.max_waiting_requests,
+            request_timeout: options.request_timeout,
+            header_timeout: options.header_timeout,
+            drain_timeout: options.drain_timeout,
+            max_body_bytes: options.max_body_bytes,
+            max_connections: options.max_connections,
+        }
+    }
+}
+
+impl ServerSettings {
+    /// As a server takes them, without the keys.
+    pub fn options(&self) -> Options {
+        Options {
+            max_waiting_requests: self.max_waiting_requests,
+            request_timeout: self.request_timeout,
+            header_timeout: self.header_timeout,
+            drain_timeout: self.drain_timeout,
+            max_body_bytes: self.max_body_bytes,
+            max_connections: self.max_connections,
+            ..Options::default()
+        }
+    }
 }
 
 impl Config {

@@ -79,6 +79,14 @@ pub fn backends() -> Vec<&'static str> {
         .collect()
 }
 
+/// A host and a port.
+pub fn listen(text: &str) -> Result<(), String> {
+    match text.rsplit_once(':') {
+        Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => Ok(()),
+        _ => Err(format!("{text}: is not HOST:PORT, as 127.0.0.1:8000")),
+    }
+}
+
 /// What is wrong with `name` as the name of a table in `table`, if anything.
 pub fn problem(table: &str, name: &str) -> Option<String> {
     match table {

@@ -6,6 +6,7 @@
 mod builders;
 mod engine;
 mod places;
+mod server;
 
 use std::borrow::Cow;
 use std::sync::LazyLock;
@@ -13,6 +14,7 @@ use std::sync::LazyLock;
 use self::builders::{BUILDERS, PROVENANCE, RELOAD, TENANT, TENANT_LIMITS};
 use self::engine::{ENGINE, LIMITS};
 use self::places::{ADMIN, FAULTS, RECORDING};
+use self::server::SERVER;
 use super::Key;
 use super::kind::Kind;
 
@@ -29,7 +31,7 @@ pub struct Setting {
     pub cost: &'static str,
     /// Does `timetable config apply` change it while the host runs?
     pub live: bool,
-    /// The flag of `timetable generate` that says the same, if there is one.
+    /// The flag of `timetable generate` and `serve` that says the same, if there is one.
     pub flag: Option<&'static str>,
     /// Where there is no value by default: what that means, and a value for the file of defaults.
     pub unset: Option<(&'static str, &'static str)>,
@@ -157,6 +159,10 @@ pub static TABLES: &[(&str, &str)] = &[
         "What `timetable replay` tries other builders on.",
     ),
     ("admin", "The host's own places."),
+    (
+        "server",
+        "The HTTP API of `timetable serve`, and what clients may take of it.",
+    ),
 ];
 
 const B: u64 = 1;
@@ -193,7 +199,7 @@ pub static SETTINGS: LazyLock<Vec<Setting>> = LazyLock::new(|| {
     ]
     .concat();
     [
-        ENGINE, LIMITS, BUILDERS, &tenants, RELOAD, PROVENANCE, FAULTS, RECORDING, ADMIN,
+        ENGINE, LIMITS, BUILDERS, &tenants, RELOAD, PROVENANCE, FAULTS, RECORDING, ADMIN, SERVER,
     ]
     .concat()
 });
@@ -259,13 +265,14 @@ mod tests {
     #[test]
     fn the_help_of_a_flag_says_the_default_of_its_setting() {
         let command = crate::cli::Cli::command();
-        let generate = command.find_subcommand("generate").unwrap();
+        let commands = ["generate", "serve"].map(|name| command.find_subcommand(name).unwrap());
         for setting in SETTINGS.iter() {
             let Some(flag) = setting.flag else { continue };
-            let argument = generate
-                .get_arguments()
+            let argument = commands
+                .iter()
+                .flat_map(|command| command.get_arguments())
                 .find(|argument| argument.get_long() == flag.strip_prefix("--"))
-                .unwrap_or_else(|| panic!("{flag} is no flag of generate"));
+                .unwrap_or_else(|| panic!("{flag} is no flag of generate or serve"));
             if setting.unset.is_none() && argument.get_action().takes_values() {
                 let help = argument.get_help().unwrap().to_string();
                 let value = setting.kind.write(&default_of(setting));

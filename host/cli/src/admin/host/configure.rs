@@ -10,14 +10,13 @@ use timetable_provenance::Trust;
 use timetable_sandbox::FaultDir;
 
 use super::{Control, Host, Submission};
-use crate::cli::SettingArgs;
-use crate::config::{self, Config, Effective, File};
+use crate::config::{self, Config, Effective, File, Flags};
 use crate::provenance;
 
 /// What a host was started with, and what is in force now.
 pub struct Settings {
     /// The flags, which come before any file.
-    pub flags: SettingArgs,
+    pub flags: Flags,
     /// In force.
     pub effective: Effective,
 }
@@ -30,7 +29,10 @@ impl Settings {
         if !problems.is_empty() {
             return Err(refused(&problems).to_string());
         }
-        let flags = config::flags(&self.flags, Some(&file.layer)).map_err(|e| e.to_string())?;
+        let flags = self
+            .flags
+            .layer(Some(&file.layer))
+            .map_err(|e| e.to_string())?;
         let wanted = Effective::new(Some(&file), &flags).map_err(|p| refused(&p).to_string())?;
         let now = self.effective.live(&wanted)?;
         Ok((wanted, now))

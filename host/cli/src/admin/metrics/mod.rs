@@ -5,6 +5,7 @@
 
 mod builders;
 mod engine;
+mod http;
 
 use std::fmt::Write;
 
@@ -38,6 +39,8 @@ enum Of {
     Host(fn(&Value, &mut Samples<'_>)),
     /// The engine, by the field's name, with the field's labels `model_name` and `engine`.
     Field(fn(&Value, &mut Samples<'_>)),
+    /// The server in front of the engine, by the field's name and with the same labels.
+    Http(fn(&Value, &mut Samples<'_>)),
     /// Each slot: labels `backend`, `group`, `tenant` (empty: everybody's).
     Slot(fn(&Value, &mut Samples<'_>)),
     /// Each version that is in a slot, or is tried or kept there: the slot's labels and `version`.
@@ -52,7 +55,7 @@ impl Of {
     fn labels(&self) -> &'static [&'static str] {
         match self {
             Of::Host(_) => &[],
-            Of::Field(_) => &["model_name", "engine"],
+            Of::Field(_) | Of::Http(_) => &["model_name", "engine"],
             Of::Slot(_) => &["backend", "group", "tenant"],
             Of::Version(_) => &["backend", "group", "tenant", "version"],
             Of::Tenant(_) => &["tenant"],
@@ -74,7 +77,10 @@ struct Metric {
 
 /// Every metric there is, in the order in which they are written.
 fn metrics() -> impl Iterator<Item = &'static Metric> {
-    engine::METRICS.iter().chain(&builders::METRICS)
+    engine::METRICS
+        .iter()
+        .chain(&http::METRICS)
+        .chain(&builders::METRICS)
 }
 
 /// Where a metric's samples are written.
@@ -154,13 +160,14 @@ pub fn render(table: &Value) -> String {
             };
         match metric.of {
             Of::Host(samples) => of(&[], samples, table),
-            Of::Field(samples) => {
+            Of::Field(samples) | Of::Http(samples) => {
                 let model = table["model_name"].as_str().unwrap_or("");
-                of(
-                    &[("model_name", model), ("engine", "0")],
-                    samples,
-                    &table["engine"],
-                );
+                let member = match metric.of {
+                    Of::Http(_) => "http",
+                    _ => "engine",
+                };
+                let labels = [("model_name", model), ("engine", "0")];
+                of(&labels, samples, &table[member]);
             }
             Of::Slot(samples) => {
                 for slot in list(&table["builders"]) {

@@ -42,6 +42,13 @@ fn table() -> Value {
                 { "name": null, "requests": 1, "failed_requests": 0, "steps": 2, "tokens_computed": 3, "tokens_sampled": 4, "running": 5, "waiting": 6 },
             ],
         },
+        "http": {
+            "requests": [{ "handler": "/health", "method": "GET", "status": "200", "count": 7 }],
+            "first_token_ns": { "count": 2, "sum": 3_000_000, "at_most": [[1_000_000, 1]] },
+            "inter_token_ns": { "count": 1, "sum": 2_000_000, "at_most": [[2_000_000, 1]] },
+            "request_ns": { "count": 1, "sum": 5_000_000, "at_most": [] },
+            "running": 3, "connections": 4,
+        },
         "memory": { "weights_bytes": 1024, "blocks": 7 },
         "instances": { "ab": 2, "cd": 1 },
     })
@@ -86,6 +93,9 @@ fn the_table_becomes_prometheus_text() {
         "timetable_device_memory_bytes{use=\"weights\"} 1024",
         "timetable_builder_generations 2",
         "timetable_builder_instances{version=\"ab\"} 2",
+        "vllm:time_to_first_token_seconds_bucket{model_name=\"tiny\",engine=\"0\",le=\"0.001\"} 1",
+        "http_requests_total{handler=\"/health\",method=\"GET\",status=\"200\"} 7",
+        "timetable_http_requests 3",
         "timetable_tenant_tokens_total{tenant=\"\",kind=\"generated\"} 4",
     ] {
         assert!(
@@ -112,7 +122,11 @@ fn the_document_names_every_metric_and_no_other() {
     let document = include_str!("../../../../../docs/metrics.md");
     let found: Vec<&str> = document
         .lines()
-        .filter(|line| line.starts_with("| `vllm:") || line.starts_with("| `timetable_"))
+        .filter(|line| {
+            ["| `vllm:", "| `timetable_", "| `http_"]
+                .iter()
+                .any(|start| line.starts_with(start))
+        })
         .collect();
     let code = |names: Vec<&str>| {
         let quoted = names.iter().map(|name| format!("`{name}`"));

@@ -1,5 +1,6 @@
 //! From the command line to a running engine: model, tokenizer, sandbox, builder.
 
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use serde_json::{Value, json};
@@ -14,12 +15,13 @@ use timetable_engine::{
 use timetable_provenance::Fetched;
 use timetable_record::RecorderHandle;
 use timetable_sandbox::{CodeCache, Component, FaultDir, Sandbox, StateDir, TenantName};
+use timetable_server::Bounds;
 
-use crate::admin::{Group, Host};
-use crate::cli::{Generate, WeightsArg};
+use crate::admin::{self, Group, Host};
+use crate::cli::{SettingArgs, WeightsArg};
 use crate::commands::embedded;
 use crate::commands::progress::Progress;
-use crate::config::{Config, Effective, EngineSettings};
+use crate::config::{Config, Effective, EngineSettings, Flags};
 use crate::device;
 use crate::exit::{Exit, Failure};
 use crate::provenance;
@@ -27,15 +29,48 @@ use crate::provenance;
 /// An executor, and on a GPU the cell that gets its memory report.
 type OnDevice = (Box<dyn Executor>, Option<Arc<OnceLock<MemoryReport>>>);
 
-/// What `generate` works with.
+/// What a host is started with.
+pub struct Start<'a> {
+    /// A GGUF file or a Hugging Face directory.
+    pub model: &'a Path,
+    /// What metrics call it.
+    pub name: &'a str,
+    /// The flags, which come before any file.
+    pub flags: &'a Flags,
+    /// The configuration in force.
+    pub settings: &'a Effective,
+    /// Says on standard error how far it is, and where a GPU's memory went.
+    pub talks: bool,
+}
+
+/// What `generate` and `serve` work with.
 pub struct Running {
     pub engine: EngineHandle,
     pub tokenizer: Arc<Tokenizer>,
     pub host: Host,
     pub recording: Option<RecorderHandle>,
+    pub bounds: Bounds,
 }
 
-pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Failure> {
+/// The configuration in force: flags over the file over the defaults.
+pub fn settings(flags: &Flags) -> Result<Effective, Failure> {
+    Effective::load(flags.settings.config.as_deref(), |file| flags.layer(file))
+}
+
+/// The admin socket to open, checked; none if the user wants none.
+pub fn socket(given: Option<&Path>) -> Result<Option<PathBuf>, Failure> {
+    let path = match given {
+        Some(path) if path == Path::new("none") => return Ok(None),
+        Some(path) => path.to_path_buf(),
+        None => admin::default_path(),
+    };
+    admin::prepare(&path)?;
+    Ok(Some(path))
+}
+
+/// Loads everything and starts the step thread.
+pub fn start(arguments: &Start<'_>) -> Result<Running, Failure> {
+    let settings = arguments.settings;
     let bad = |error: &dyn std::fmt::Display| Failure::new(Exit::BadInput, error);
     let Config {
         engine,
@@ -78,8 +113,13 @@ pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Fail
         .map_err(|error| bad(&error))?;
     let trust = provenance::trust(&settings.config.provenance)?;
     let open = |backend: &str, tenant: Option<&TenantName>| {
-        let (origin, fetched, options) =
-            component(arguments, settings, backend, tenant, state.as_ref())?;
+        let (origin, fetched, options) = component(
+            &arguments.flags.settings,
+            settings,
+            backend,
+            tenant,
+            state.as_ref(),
+        )?;
         let evidence = trust
             .admit(&fetched.component, fetched.signature.as_deref())
             .map_err(|error| bad(&format!("component {origin}: {error}")))?;
@@ -97,13 +137,13 @@ pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Fail
 
     let progress = Progress::start(
         &format!("loading {}", arguments.model.display()),
-        !arguments.json,
+        arguments.talks,
     );
     if engine.nvtx && !timetable_device_cuda::nvtx::enable() {
         eprintln!("timetable: NVIDIA's NVTX library was not found: steps run without ranges");
     }
-    let (executor, memory) = executor(arguments, engine, &config)?;
-    let tokenizer = Arc::new(Tokenizer::load(&arguments.model).map_err(|error| bad(&error))?);
+    let (executor, memory) = executor(arguments.model, engine, &config)?;
+    let tokenizer = Arc::new(Tokenizer::load(arguments.model).map_err(|error| bad(&error))?);
     let facts = executor.facts(&config).map_err(|error| refused(&error))?;
     let plan = AttentionPlan::for_device(&config, executor.model_config(), facts)
         .map_err(|error| refused(&error))?;
@@ -167,13 +207,14 @@ pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Fail
         })
         .collect();
     let mut startup = startup(&engine);
-    startup["model_name"] = json!(arguments.model);
+    startup["model_name"] = json!(arguments.name);
     if let Some(report) = memory.and_then(|memory| memory.get().copied()) {
-        if !arguments.json {
+        if arguments.talks {
             eprintln!("{}", device::summary(&report, config.block_size));
         }
         startup["memory"] = device::table(&report, config.block_size);
     }
+    let bounds = Bounds::of(&engine);
     let engine = EngineHandle::spawn(engine).map_err(Failure::of(Exit::Failure))?;
     let (stats, tenants) = (engine.stats_reader(), engine.tenant_stats_reader());
     let stats = Box::new(move || (stats(), tenants()));
@@ -183,19 +224,20 @@ pub fn start(arguments: &Generate, settings: &Effective) -> Result<Running, Fail
         host: Host::new(sandbox, groups, startup, stats, state)
             .trusting(trust, evidence)
             .reloading_by(settings.config.reload.plan())
-            .configured(arguments.settings.clone(), settings.clone()),
+            .configured(arguments.flags.clone(), settings.clone()),
         recording,
+        bounds,
     })
 }
 
 /// The model on its device; for a GPU, with what will say where its memory went.
 fn executor(
-    arguments: &Generate,
+    model: &Path,
     settings: &EngineSettings,
     config: &EngineConfig,
 ) -> Result<OnDevice, Failure> {
     if let DeviceChoice::Cuda { .. } = config.device {
-        let executor = CudaExecutor::new(config, &arguments.model).map_err(|error| {
+        let executor = CudaExecutor::new(config, model).map_err(|error| {
             let exit = match error {
                 CudaStartError::Cuda(_) | CudaStartError::NoCacheMemory(_) => Exit::Device,
                 _ => Exit::BadInput,
@@ -206,7 +248,7 @@ fn executor(
         return Ok((Box::new(executor), Some(memory)));
     }
     let model = Model::load(
-        &arguments.model,
+        model,
         LoadOptions {
             weights: match settings.weights {
                 WeightsArg::Auto => Weights::Auto,
@@ -233,13 +275,13 @@ type Found = (String, Fetched, Vec<(String, String)>);
 
 /// The component that serves: configured, else what was active before, else the embedded one.
 fn component(
-    arguments: &Generate,
+    flags: &SettingArgs,
     settings: &Effective,
     backend: &str,
     tenant: Option<&TenantName>,
     state: Option<&StateDir>,
 ) -> Result<Found, Failure> {
-    for (name, _) in &arguments.settings.attention.builder {
+    for (name, _) in &flags.attention.builder {
         if !name.eq_ignore_ascii_case(backend) {
             return Err(Failure::new(
                 Exit::Usage,
