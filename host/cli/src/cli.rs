@@ -2,6 +2,7 @@
 
 mod author;
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
@@ -434,6 +435,14 @@ pub struct HostArgs {
     /// The admin socket, mode 0600; `none` opens none [default: under the runtime directory]
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
     pub admin: Option<PathBuf>,
+
+    /// Serve the admin page at this address, as 127.0.0.1:9090; port 0 takes any that is free [default: no page]
+    #[arg(long, value_name = "ADDR")]
+    pub admin_listen: Option<SocketAddr>,
+
+    /// A file whose token, of at least 16 characters, whoever uses the admin page must show; needed if others can reach it
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub admin_token_file: Option<PathBuf>,
 
     /// Keep components by content, and which are active, in this directory; what is active survives a restart
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]

@@ -40,6 +40,7 @@ use crate::{
     spans,
     startup::{Startup, depth, graph_plan},
     tenants::{TenantStats, Tenants},
+    timeline::{StepRecord, Timeline},
     timings::{EngineStats, Lap, STEP_NS, STEP_TOKENS, StepTimings},
     tokenizer::{TextStream, Tokenizer},
 };
@@ -72,6 +73,10 @@ struct Flight {
     timings: StepTimings,
     /// A step before it failed, and its requests have ended: its results are nobody's.
     dropped: bool,
+    /// Some group was served by its plain builder after a fault.
+    fell_back: bool,
+    /// Requests of it ended with an error.
+    failed: bool,
     span: Option<Span>,
 }
 
@@ -111,6 +116,7 @@ pub struct Engine {
     output: StepOutput,
     observer: Option<LogitsObserver>,
     stats: EngineStats,
+    timeline: Option<Arc<Timeline>>,
     num_blocks: usize,
     startup: Startup,
     /// Why no further step runs.
@@ -236,6 +242,7 @@ impl Engine {
             output: StepOutput::default(),
             observer: None,
             stats: EngineStats::default(),
+            timeline: None,
             num_blocks,
             startup,
             dead: None,
@@ -320,6 +327,11 @@ impl Engine {
     /// From here on, `observer` is told of every step that a sandboxed slot served, on the thread that runs steps.
     pub fn set_step_observer(&mut self, observer: Option<Box<dyn StepObserver>>) {
         self.attention.set_observer(observer);
+    }
+
+    /// From here on, every step that ends is recorded there.
+    pub fn set_timeline(&mut self, timeline: Option<Arc<Timeline>>) {
+        self.timeline = timeline;
     }
 
     /// Is there nothing to do?
@@ -461,6 +473,8 @@ impl Engine {
         flight.span = Some(span);
         flight.num_tokens = num_tokens;
         flight.timings = timings;
+        flight.fell_back = ran.as_ref().is_ok_and(|outcome| outcome.fell_back);
+        flight.failed = !matches!(&ran, Ok(outcome) if outcome.failed.is_empty());
         let outcome = match ran {
             Ok(outcome) => outcome,
             Err(failure) => {
@@ -593,6 +607,7 @@ impl Engine {
             Ok(()) => self.emit(&flight, &results),
             // What was submitted after it may have read what it should have written.
             Err(failure) => {
+                flight.failed = true;
                 self.fail(&failure, &flight);
                 self.fail_flights(&failure);
                 self.scheduler.withdraw_all();
@@ -621,6 +636,16 @@ impl Engine {
             .record(&STEP_NS, flight.timings.total_ns());
         self.stats.last = flight.timings;
         self.stats.total += flight.timings;
+        if let Some(timeline) = &self.timeline {
+            timeline.record(&StepRecord {
+                step: self.stats.steps,
+                requests: flight.rows.len() as u64,
+                tokens: flight.num_tokens as u64,
+                fell_back: flight.fell_back,
+                failed: flight.failed,
+                timings: flight.timings,
+            });
+        }
         self.spare.push(flight);
     }
 
@@ -763,7 +788,7 @@ impl Engine {
         let mut flights = std::mem::take(&mut self.flights);
         for flight in &mut flights {
             self.end_rows(failure, &flight.rows);
-            flight.dropped = true;
+            (flight.dropped, flight.failed) = (true, true);
         }
         self.flights = flights;
     }

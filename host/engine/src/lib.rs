@@ -6,7 +6,7 @@
 //! - `tenants` says who requests belong to, and what each tenant is entitled to.
 //! - [`executor`] is what the step loop asks of a device; [`cpu`] answers on the host, [`simulated`] computes nothing.
 //! - `attention` holds each attention group's builder and verifier, whatever the device.
-//! - [`timings`] and [`histogram`] count; [`spans`] are what a tracing subscriber sees of a step.
+//! - [`timings`] and [`histogram`] count; [`timeline`] keeps the last steps' times; [`spans`] are what a tracing subscriber sees of a step.
 //! - [`model`], [`tokenizer`], [`chat`] and [`sampling`] are everything that is not attention.
 //!
 //! The engine must never know how a builder makes its metadata, nor what a backend's kernels do with it.
@@ -33,6 +33,7 @@ pub mod simulated;
 pub mod spans;
 mod startup;
 mod tenants;
+pub mod timeline;
 pub mod timings;
 pub mod tokenizer;
 
@@ -49,4 +50,5 @@ pub use output::{FinishReason, GenerationRequest, RequestError, RequestId, StepO
 pub use runner::ModelRunner;
 pub use simulated::SimulatedExecutor;
 pub use tenants::{SlotConfig, TenantConfig, TenantStats};
+pub use timeline::{StepRecord, Timeline};
 pub use timings::{EngineStats, StepTimings};

@@ -38,6 +38,82 @@ pub struct StepTimings {
 }
 
 impl StepTimings {
+    /// What [`StepTimings::parts`] are, in order: the host's, then the device's.
+    pub const NAMES: [&'static str; 13] = [
+        "schedule", "batch", "build", "verify", "prepare", "submit", "wait", "model", "sample",
+        "output", "copy", "kernel", "idle",
+    ];
+    /// How many of them are the host's.
+    pub const HOST_PARTS: usize = 10;
+
+    /// Every part, in nanoseconds.
+    pub const fn parts(&self) -> [u64; Self::NAMES.len()] {
+        let Self {
+            schedule_ns,
+            batch_ns,
+            build_ns,
+            verify_ns,
+            prepare_ns,
+            submit_ns,
+            wait_ns,
+            model_ns,
+            sample_ns,
+            output_ns,
+            copy_ns,
+            kernel_ns,
+            idle_ns,
+        } = *self;
+        [
+            schedule_ns,
+            batch_ns,
+            build_ns,
+            verify_ns,
+            prepare_ns,
+            submit_ns,
+            wait_ns,
+            model_ns,
+            sample_ns,
+            output_ns,
+            copy_ns,
+            kernel_ns,
+            idle_ns,
+        ]
+    }
+
+    /// The inverse of [`StepTimings::parts`].
+    pub const fn of_parts(parts: [u64; Self::NAMES.len()]) -> Self {
+        let [
+            schedule_ns,
+            batch_ns,
+            build_ns,
+            verify_ns,
+            prepare_ns,
+            submit_ns,
+            wait_ns,
+            model_ns,
+            sample_ns,
+            output_ns,
+            copy_ns,
+            kernel_ns,
+            idle_ns,
+        ] = parts;
+        Self {
+            schedule_ns,
+            batch_ns,
+            build_ns,
+            verify_ns,
+            prepare_ns,
+            submit_ns,
+            wait_ns,
+            model_ns,
+            sample_ns,
+            output_ns,
+            copy_ns,
+            kernel_ns,
+            idle_ns,
+        }
+    }
+
     /// Everything on the host that is not the model, not sampling and not waiting.
     pub fn host_ns(&self) -> u64 {
         self.total_ns() - self.model_ns - self.sample_ns - self.wait_ns

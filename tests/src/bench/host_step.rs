@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use timetable_engine::{BuilderSource, Builders, spans};
+use timetable_engine::{BuilderSource, Builders, StepRecord, Timeline, spans};
 use timetable_types::Family;
 
 use super::Row;
@@ -74,6 +74,7 @@ pub(super) fn measure() -> Vec<Row> {
         })
         .collect();
     rows.push(spans());
+    rows.push(timeline());
     rows
 }
 
@@ -101,4 +102,24 @@ fn spans() -> Row {
     let ns = start.elapsed().as_nanos() as f64 / f64::from(TURNS);
     Row::new("host-step/a step's spans, nobody listening", ns, "ns")
         .note("8 spans; every step above has them".to_owned())
+}
+
+/// What the timeline of a host with an admin page costs a step.
+fn timeline() -> Row {
+    const TURNS: u64 = 2_000_000;
+    let timeline = Timeline::new(512);
+    let record = |step| {
+        timeline.record(&StepRecord {
+            step,
+            requests: REQUESTS as u64,
+            ..std::hint::black_box(StepRecord::default())
+        });
+    };
+    (1..=1000).for_each(record);
+    let start = Instant::now();
+    (1001..=1000 + TURNS).for_each(record);
+    let ns = start.elapsed().as_nanos() as f64 / TURNS as f64;
+    Row::new("host-step/a step's record in the timeline", ns, "ns")
+        .at_most(Some(100.0))
+        .note("only where the admin page is open".to_owned())
 }

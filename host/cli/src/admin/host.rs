@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use timetable_attention::group::AttentionGroup;
 use timetable_engine::histogram::Histogram;
 use timetable_engine::timings::{STEP_NS, STEP_TOKENS};
-use timetable_engine::{EngineStats, FinishReason, TenantStats};
+use timetable_engine::{EngineStats, FinishReason, StepRecord, StepTimings, TenantStats, Timeline};
 use timetable_provenance::{Digest, Evidence, Trust};
 use timetable_sandbox::{
     Companions, Component, ContentHash, KeptCandidate, KeptVersion, ReloadHandle, ReloadPlan,
@@ -57,6 +57,8 @@ pub struct Host {
     stats: StatsReader,
     /// What a server counts, if there is one: the member `http` of the table.
     http: OnceLock<Table>,
+    /// None: nobody looks at steps.
+    timeline: Option<Arc<Timeline>>,
     /// What it was configured with. Taken before `state`.
     settings: Mutex<Option<Settings>>,
     /// How a version gets into service where nobody says it.
@@ -91,6 +93,7 @@ impl Host {
             startup,
             stats,
             http: OnceLock::new(),
+            timeline: None,
             settings: Mutex::new(None),
             plan: RwLock::default(),
             state,
@@ -112,6 +115,13 @@ impl Host {
     #[must_use]
     pub fn reloading_by(mut self, plan: ReloadPlan) -> Self {
         self.plan = RwLock::new(plan);
+        self
+    }
+
+    /// Its steps are recorded there.
+    #[must_use]
+    pub fn recording_steps_in(mut self, timeline: Option<Arc<Timeline>>) -> Self {
+        self.timeline = timeline;
         self
     }
 
@@ -504,6 +514,13 @@ impl Control for Host {
         self.apply(Path::new(path), text)
     }
 
+    fn steps(&self, count: usize) -> Result<Value, String> {
+        let timeline = self.timeline.as_ref();
+        let timeline = timeline.ok_or("this host keeps no timeline of its steps")?;
+        let steps: Vec<Value> = timeline.last(count).iter().map(step).collect();
+        Ok(json!({ "capacity": timeline.capacity(), "steps": steps }))
+    }
+
     fn builders(&self) -> Result<Value, String> {
         let builders = self
             .groups
@@ -571,6 +588,25 @@ pub fn engine(stats: &EngineStats) -> Value {
             "kernel": total.kernel_ns,
             "idle": total.idle_ns,
         },
+    })
+}
+
+/// One step of the timeline: when it ended, since the host began, and the nanoseconds of its parts.
+fn step((ended, record): &(Duration, StepRecord)) -> Value {
+    let parts = record.timings.parts();
+    let named = |range: std::ops::Range<usize>| -> BTreeMap<&str, u64> {
+        let names = StepTimings::NAMES[range.clone()].iter().copied();
+        names.zip(parts[range].iter().copied()).collect()
+    };
+    json!({
+        "step": record.step,
+        "ended_us": ended.as_micros() as u64,
+        "requests": record.requests,
+        "tokens": record.tokens,
+        "fell_back": record.fell_back,
+        "failed": record.failed,
+        "ns": named(0..StepTimings::HOST_PARTS),
+        "device_ns": named(StepTimings::HOST_PARTS..StepTimings::NAMES.len()),
     })
 }
 

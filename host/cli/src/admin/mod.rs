@@ -3,16 +3,18 @@
 //! A unix stream socket, mode 0600, in a directory of the user's own. One request a connection: a line of JSON, followed by
 //! as many bytes as it announces; the answer is a line of JSON. `GET /metrics` is answered too, as HTTP, for scrapers. The
 //! server runs on a thread of its own and never touches the step loop: it hands work to the reload handles, which publish for
-//! the next step boundary.
+//! the next step boundary. The admin page ([`PageListener`]) is the same over HTTP, for people with a browser.
 
 mod client;
 mod host;
+mod http;
 mod metrics;
 mod path;
 mod server;
 
 pub use client::call;
 pub use host::{Group, Host, engine};
+pub use http::PageListener;
 pub use metrics::render;
 pub use path::{default_path, prepare};
 pub use server::{Control, Server, Submission};

@@ -51,6 +51,8 @@ pub trait Control: Send + 'static {
     fn builders(&self) -> Result<serde_json::Value, String>;
     /// Applies the configuration `text`, which lies at `path`: whole, or not at all.
     fn configure(&self, path: &str, text: String) -> Result<serde_json::Value, String>;
+    /// The last `count` steps and where their time went.
+    fn steps(&self, count: usize) -> Result<serde_json::Value, String>;
 }
 
 impl<C: Control + Sync> Control for Arc<C> {
@@ -69,6 +71,9 @@ impl<C: Control + Sync> Control for Arc<C> {
     }
     fn configure(&self, path: &str, text: String) -> Result<serde_json::Value, String> {
         (**self).configure(path, text)
+    }
+    fn steps(&self, count: usize) -> Result<serde_json::Value, String> {
+        (**self).steps(count)
     }
 }
 
@@ -296,6 +301,9 @@ mod tests {
         }
         fn configure(&self, path: &str, text: String) -> Result<serde_json::Value, String> {
             Ok(json!({ "path": path, "text": text }))
+        }
+        fn steps(&self, count: usize) -> Result<serde_json::Value, String> {
+            Ok(json!({ "count": count }))
         }
     }
 

@@ -14,7 +14,7 @@ use timetable_record::RecorderHandle;
 
 use self::stream::Answer;
 use super::{print_json, setup};
-use crate::admin::{self, Control, Server};
+use crate::admin::{self, Control, PageListener, Server};
 use crate::cli::Generate;
 use crate::config::Flags;
 use crate::exit::{Exit, Failure};
@@ -25,6 +25,7 @@ pub fn run(arguments: &Generate) -> Result<(), Failure> {
     let flags = Flags::of(&arguments.settings);
     let settings = setup::settings(&flags)?;
     let socket = setup::socket(settings.config.admin.socket.as_deref())?;
+    let page = PageListener::bind(&settings.config.admin)?;
     let setup::Running {
         engine,
         tokenizer,
@@ -43,6 +44,7 @@ pub fn run(arguments: &Generate) -> Result<(), Failure> {
         Some(path) => Some(Server::start(path, Arc::clone(&host))?),
         None => None,
     };
+    let page = page.map(|page| page.serve(Arc::clone(&host))).transpose()?;
 
     let prompts = encode(arguments, &tokenizer)?;
     let started = Instant::now();
@@ -54,7 +56,7 @@ pub fn run(arguments: &Generate) -> Result<(), Failure> {
     engine.shutdown();
     host.settle();
     // Nothing steps any more: whoever waits for a step hears that the host went away, however slowly the report is read.
-    drop(server);
+    drop((server, page));
     let recorded = recording.map(RecorderHandle::finish);
 
     if arguments.json {

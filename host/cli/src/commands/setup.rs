@@ -10,7 +10,7 @@ use timetable_engine::model::{LoadOptions, Model, Weights};
 use timetable_engine::tokenizer::Tokenizer;
 use timetable_engine::{
     AttentionPlan, BuilderSource, Builders, CpuExecutor, DeviceChoice, Engine, EngineConfig,
-    EngineError, EngineHandle, Executor,
+    EngineError, EngineHandle, Executor, Timeline,
 };
 use timetable_provenance::Fetched;
 use timetable_record::RecorderHandle;
@@ -25,6 +25,9 @@ use crate::config::{Config, Effective, EngineSettings, Flags};
 use crate::device;
 use crate::exit::{Exit, Failure};
 use crate::provenance;
+
+/// Steps that the admin page can look back at: 74 kB.
+const STEPS_KEPT: usize = 512;
 
 /// An executor, and on a GPU the cell that gets its memory report.
 type OnDevice = (Box<dyn Executor>, Option<Arc<OnceLock<MemoryReport>>>);
@@ -188,6 +191,8 @@ pub fn start(arguments: &Start<'_>) -> Result<Running, Failure> {
     if let Some(recorder) = recorder {
         engine.set_step_observer(Some(Box::new(recorder)));
     }
+    let timeline = (admin.listen.is_some()).then(|| Arc::new(Timeline::new(STEPS_KEPT)));
+    engine.set_timeline(timeline.clone());
     progress.finish();
 
     for (handle, _) in engine.group_handles() {
@@ -222,6 +227,7 @@ pub fn start(arguments: &Start<'_>) -> Result<Running, Failure> {
         engine,
         tokenizer,
         host: Host::new(sandbox, groups, startup, stats, state)
+            .recording_steps_in(timeline)
             .trusting(trust, evidence)
             .reloading_by(settings.config.reload.plan())
             .configured(arguments.flags.clone(), settings.clone()),

@@ -95,6 +95,8 @@ fn flags(arguments: &SettingArgs, file: Option<&Layer>) -> Result<Layer, Failure
     } = scheduling;
     let HostArgs {
         admin,
+        admin_listen,
+        admin_token_file,
         state_dir,
         cache_dir,
         fault_dir,
@@ -148,6 +150,8 @@ fn flags(arguments: &SettingArgs, file: Option<&Layer>) -> Result<Layer, Failure
             json!(record_max_mib.map(|mib| mib.saturating_mul(1 << 20))),
         ),
         ("admin.socket", json!(admin)),
+        ("admin.listen", json!(admin_listen)),
+        ("admin.token_file", json!(admin_token_file)),
         ("admin.state_dir", json!(state_dir)),
         ("admin.cache_dir", json!(cache_dir)),
     ];

@@ -15,6 +15,7 @@ mod settings;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -355,6 +356,10 @@ pub struct FaultSettings {
 pub struct AdminSettings {
     /// The admin socket; `none`: there is none.
     pub socket: Option<PathBuf>,
+    /// The admin page's address; none: there is none.
+    pub listen: Option<SocketAddr>,
+    /// The file of the token that the admin page asks for.
+    pub token_file: Option<PathBuf>,
     /// Components by content, and what is active.
     pub state_dir: Option<PathBuf>,
     /// Compiled code.
@@ -572,6 +577,18 @@ impl Config {
         if !lacking.is_empty() {
             let problem = format!("require would admit nothing: give {lacking} as well");
             found.extend(below(Key::of("provenance"), vec![problem]));
+        }
+        if let AdminSettings {
+            listen: Some(address),
+            token_file: None,
+            ..
+        } = self.admin
+            && !address.ip().is_loopback()
+        {
+            let problem = format!(
+                "listen is {address}, which others can reach, and there is no token_file; give one, or an address as 127.0.0.1:9090"
+            );
+            found.extend(below(Key::of("admin"), vec![problem]));
         }
         found.extend(below(Key::of("faults"), self.faults.limits.problems()));
         let engine = match self.engine_config() {

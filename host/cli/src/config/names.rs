@@ -1,5 +1,7 @@
 //! Names that a setting may have as its value, or as its key.
 
+use std::net::SocketAddr;
+
 use timetable_attention::backend::BackendRegistry;
 use timetable_attention::graphs::GraphModes;
 use timetable_provenance::{Digest, Source, TrustedKey};
@@ -51,6 +53,14 @@ pub fn key(text: &str) -> Result<(), String> {
 pub fn hash(text: &str) -> Result<(), String> {
     let digest: Result<Digest, _> = text.parse();
     digest.map(drop).map_err(|error| error.to_string())
+}
+
+/// An IP address and a port.
+pub fn address(text: &str) -> Result<(), String> {
+    let address: Result<SocketAddr, _> = text.parse();
+    address
+        .map(drop)
+        .map_err(|_| "is not an IP address with a port".to_owned())
 }
 
 /// A CUDA graph mode.

@@ -2,6 +2,7 @@
 
 use super::{GIB, KIB, MIB, Setting, setting};
 use crate::config::kind::Kind;
+use crate::config::names;
 
 /// `[faults]`.
 pub const FAULTS: &[Setting] = &[
@@ -115,6 +116,25 @@ pub const ADMIN: &[Setting] = &[
     .unset(
         "admin.sock under the runtime directory",
         "\"/run/timetable/admin.sock\"",
+    ),
+    setting(
+        "admin.listen",
+        Kind::Text("an IP address and a port, as 127.0.0.1:9090; port 0: any", names::address),
+        "The admin page: builders, steps, faults, reload and rollback over HTTP. An address that others can reach needs a token_file.",
+        "A thread that sleeps; less than 100 ns of a step for the timeline.",
+    )
+    .flag("--admin-listen")
+    .unset("there is no admin page", "\"127.0.0.1:9090\""),
+    setting(
+        "admin.token_file",
+        Kind::path("a file that holds the token, at least 16 characters"),
+        "Who asks the admin page for anything must show this token: Authorization: Bearer TOKEN.",
+        "None.",
+    )
+    .flag("--admin-token-file")
+    .unset(
+        "whoever can open a connection to the address is admitted",
+        "\"admin.token\"",
     ),
     setting(
         "admin.state_dir",
