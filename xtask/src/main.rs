@@ -4,6 +4,7 @@
 //! missing and then do their work. Everything here runs other programs; nothing of the product lives here.
 
 mod bench;
+mod browser;
 mod bundle;
 mod c_compiler;
 mod demo;

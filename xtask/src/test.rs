@@ -23,6 +23,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
         // Before anything is compiled, which embeds what is there.
         crate::kernels::for_tests()?;
         crate::c_compiler::for_tests()?;
+        crate::browser::for_tests()?;
     }
 
     heading("formatting");

@@ -184,3 +184,102 @@ async fn guard(State(access): State<Arc<Access>>, request: Request, next: Next) 
     access::harden(response.headers_mut());
     response
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpStream;
+    use std::time::Instant;
+
+    use serde_json::{Value, json};
+    use timetable_sandbox::TenantName;
+
+    use super::*;
+    use crate::admin::Submission;
+
+    /// A host that takes its time with changes.
+    struct Slow;
+    impl Control for Slow {
+        fn reload(&self, submission: Submission<'_>) -> Result<Value, String> {
+            std::thread::sleep(Duration::from_secs(30));
+            Ok(json!(submission.origin))
+        }
+        fn rollback(&self, backend: &str, _: Option<&TenantName>) -> Result<Value, String> {
+            panic!("{backend} is asked for, and this is a defect")
+        }
+        fn builders(&self) -> Result<Value, String> {
+            Ok(json!({ "builders": [] }))
+        }
+        fn configure(&self, _: &str, text: String) -> Result<Value, String> {
+            Err(text)
+        }
+        fn steps(&self, count: usize) -> Result<Value, String> {
+            Err(format!("{count} steps are not kept"))
+        }
+    }
+
+    fn send(address: SocketAddr, request: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream
+            .set_read_timeout(Some(Duration::from_secs(60)))
+            .unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
+        stream
+    }
+
+    fn answer(mut stream: TcpStream) -> String {
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    }
+
+    #[test]
+    fn neither_slow_clients_nor_a_busy_host_keep_it_from_answering_and_ending() {
+        let settings = AdminSettings {
+            listen: Some("127.0.0.1:0".parse().unwrap()),
+            ..AdminSettings::default()
+        };
+        let listener = PageListener::bind(&settings).unwrap().unwrap();
+        let address = listener.address;
+        let page = listener.serve(Slow).unwrap();
+        let head = "HTTP/1.1\r\nHost: localhost\r\nX-Timetable-Admin: 1\r\n";
+        let slow: Vec<TcpStream> = (0..30)
+            .map(|_| send(address, "GET / HT"))
+            .chain((0..2).map(|_| {
+                let half =
+                    format!("POST /api/reload?backend=A {head}Content-Length: 9\r\n\r\nhalf");
+                send(address, &half)
+            }))
+            .chain([send(
+                address,
+                &format!("POST /api/reload?backend=A&option=a=b {head}Content-Length: 0\r\n\r\n"),
+            )])
+            .collect();
+        for (request, expected) in [
+            ("GET /api/builders", "200 OK"),
+            ("GET /api/steps?last=3", "500 Internal Server Error"),
+            ("POST /api/rollback?backend=B", "500 Internal Server Error"),
+            ("GET /api/builders", "200 OK"),
+        ] {
+            let text = answer(send(
+                address,
+                &format!("{request} {head}Content-Length: 0\r\n\r\n"),
+            ));
+            assert!(text.starts_with(&format!("HTTP/1.1 {expected}")), "{text}");
+        }
+        let began = Instant::now();
+        drop(page);
+        // Far less than the host takes for the change, or than a client may take.
+        assert!(
+            began.elapsed() < Duration::from_secs(9),
+            "{:?}",
+            began.elapsed()
+        );
+        assert!(TcpStream::connect(address).is_err(), "closed");
+        for stream in slow {
+            // Closed, with an answer or without.
+            let mut rest = Vec::new();
+            drop((&stream).read_to_end(&mut rest));
+        }
+    }
+}
