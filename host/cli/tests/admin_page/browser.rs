@@ -7,8 +7,8 @@ use crate::support::file;
 use crate::webdriver::Browser;
 
 const ROW: &str = "#builders tbody tr";
-const NAME: &str = "#builders tbody td:nth-child(6)";
-const VERSION: &str = "#builders tbody td:nth-child(7)";
+const NAME: &str = "#builders .name";
+const VERSION: &str = "#builders .version";
 
 /// Fills the form in, confirms, and waits for an answer.
 fn reload(browser: &Browser, component: &str, options: &str, stages: &str) -> String {

@@ -13,6 +13,7 @@ export class Chart {
   constructor(canvas, readout, legend, summary) {
     Object.assign(this, { canvas, readout, legend, summary });
     this.steps = [];
+    this.latest = [];
     this.hidden = new Set();
     this.buttons = new Map();
     canvas.addEventListener('pointermove', (event) => this.choose(this.at(event.offsetX)));
@@ -23,7 +24,10 @@ export class Chart {
     matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => this.draw());
   }
 
+  /** Shows these, once no step is chosen: a picture that is being read holds still. */
   show(steps) {
+    this.latest = steps;
+    if (this.chosen !== undefined) return;
     this.steps = steps;
     this.keys();
     this.draw();
@@ -52,14 +56,15 @@ export class Chart {
 
   choose(step) {
     this.chosen = step;
-    this.draw();
+    if (step === undefined) this.show(this.latest);
+    else this.draw();
   }
 
   shown(step) {
     return PARTS.filter((part) => !this.hidden.has(part)).reduce((sum, part) => sum + step.ns[part], 0);
   }
 
-  /** The legend: parts that take time, each with its mean. */
+  /** The legend: parts that take time, each with its median. */
   keys() {
     if (this.legend.childElementCount === 0) {
       for (const part of PARTS) {
@@ -82,9 +87,9 @@ export class Chart {
     }
     const seen = this.seen();
     for (const [part, button] of this.buttons) {
-      const mean = seen.reduce((sum, step) => sum + step.ns[part], 0) / Math.max(1, seen.length);
-      button.hidden = mean === 0 && !this.hidden.has(part);
-      write(button.lastChild, `${part} ${time(mean)}`);
+      const all = seen.map((step) => step.ns[part]).sort((a, b) => a - b);
+      button.hidden = !this.hidden.has(part) && !all.at(-1);
+      write(button.lastChild, `${part} ${time(all[all.length >> 1] ?? 0)}`);
     }
   }
 
@@ -105,7 +110,7 @@ export class Chart {
     const totals = seen.map((step) => this.shown(step)).sort((a, b) => a - b);
     const quantile = (q) => totals[Math.min(totals.length - 1, Math.floor(totals.length * q))] ?? 0;
     // One step that took very long does not flatten the others: it is cut off, and marked.
-    const top = nice(Math.max(quantile(0.97) * 1.15, 1000));
+    const top = nice(Math.max(quantile(0.9) * 1.4, 1000));
     const floor = height - BELOW;
     const tallest = floor - ABOVE;
     pen.textAlign = 'right';
@@ -115,7 +120,7 @@ export class Chart {
       pen.fillStyle = colour('line');
       pen.fillRect(LEFT, y, width - LEFT, line === 0 ? 1.5 : 0.75);
       pen.fillStyle = colour('dim');
-      pen.fillText(line === 0 ? '0' : time((top * line) / 4), LEFT - 8, y);
+      pen.fillText(line === 0 ? '0' : time((top * line) / 4).replace(/(\.\d*?)0+ /, '$1 ').replace('. ', ' '), LEFT - 8, y);
     }
     const colours = Object.fromEntries(PARTS.map((part) => [part, colour(part)]));
     const first = width - seen.length * BAR;
@@ -144,7 +149,7 @@ export class Chart {
       }
     });
     write(this.summary, seen.length === 0 ? 'no steps so far'
-      : `the last ${seen.length}: median ${time(quantile(0.5))}, p99 ${time(quantile(0.99))}`);
+      : `${this.chosen === undefined ? 'the last' : 'held still while a step is chosen;'} ${seen.length}: median ${time(quantile(0.5))}, p99 ${time(quantile(0.99))}`);
     this.read(seen);
   }
 

@@ -31,7 +31,7 @@ function figures({ engine }) {
     'Steps/s': said(rate('steps')),
     'KV cache': `${(engine.kv_cache_usage * 100).toFixed(1)} %`,
     Steps: count(engine.steps),
-    'After a fault': count(engine.fallback_steps),
+    'Fallback steps': count(engine.fallback_steps),
     'Failed steps': count(engine.failed_steps),
   };
   const list = of('figures');
@@ -50,17 +50,12 @@ function figures({ engine }) {
 
 const rows = new Map();
 const STATES = { active: 'good', plain: '', recovering: 'warn', backing_off: 'warn', quarantined: 'bad', closed: 'bad' };
-const CELLS = ['', '', '', 'number', '', 'text', 'mono', 'text', 'number', 'number', 'number', 'number', 'number', ''];
 
 function newRow(slot) {
-  const row = element('tr');
-  for (const kind of CELLS) row.append(element('td', '', ...(kind ? [kind] : [])));
-  row.children[4].append(element('span', '', 'pill'));
-  const button = element('button', 'Roll back…');
-  button.type = 'button';
+  const row = of('row').content.firstElementChild.cloneNode(true);
+  const button = row.querySelector('button');
   button.setAttribute('aria-label', `Roll back ${slot.group}`);
   button.addEventListener('click', () => rollback(slot.backend, slot.tenant));
-  row.lastChild.append(button);
   of('builders').tBodies[0].append(row);
   rows.set(slot.group, row);
   return row;
@@ -75,24 +70,31 @@ function builders(slots) {
   }
   for (const slot of slots) {
     const row = rows.get(slot.group) ?? newRow(slot);
+    const cell = (name) => row.querySelector(`.${name}`);
     const { active } = slot;
     const faults = Object.values(slot.all_faults).reduce((sum, number) => sum + number, 0);
-    const texts = [
-      slot.group, slot.tenant ?? "everybody's", slot.backend, count(slot.layers), undefined,
-      active?.name ?? 'plain builder', short(active?.version), active?.origin ?? '',
-      count(slot.steps), count(slot.plain_steps), time(slot.build_p50_ns), time(slot.build_p99_ns), count(faults),
-    ];
-    texts.forEach((text, index) => text !== undefined && write(row.children[index], text));
     const options = (active?.options ?? []).map(([key, value]) => `${key}=${value}`).join(', ');
-    row.children[5].title = active?.name ?? '';
-    row.children[6].title = active?.version ?? '';
-    row.children[7].title = options ? `${active.origin}, options ${options}` : (active?.origin ?? '');
-    row.children[12].classList.toggle('bad', faults > 0);
-    const pill = row.children[4].firstChild;
-    write(pill, slot.state.replace('_', ' '));
-    pill.className = `pill ${STATES[slot.state] ?? ''}`.trim();
+    const texts = {
+      slot: slot.group,
+      where: `${slot.backend}, ${count(slot.layers)} layers`,
+      tenant: slot.tenant ?? "everybody's",
+      state: slot.state.replace('_', ' '),
+      name: active?.name ?? 'plain builder',
+      version: short(active?.version),
+      origin: active ? `from ${active.origin}${options && `, ${options}`}` : '',
+      steps: count(slot.steps),
+      plain: count(slot.plain_steps),
+      p50: time(slot.build_p50_ns),
+      p99: time(slot.build_p99_ns),
+      faults: count(faults),
+    };
+    for (const [name, text] of Object.entries(texts)) write(cell(name), text);
+    cell('version').title = active?.version ?? '';
+    cell('origin').title = texts.origin;
+    cell('faults').classList.toggle('bad', faults > 0);
+    cell('state').className = `state pill ${STATES[slot.state] ?? ''}`.trim();
     const tried = ['shadow', 'canary'].includes(slot.candidate?.stage);
-    row.lastChild.firstChild.disabled = !tried && !slot.previous;
+    row.querySelector('button').disabled = !tried && !slot.previous;
   }
 }
 
@@ -120,12 +122,11 @@ function candidateOf(slot) {
   box.append(title, element('p', `from ${version.origin}`, 'dim'));
   if (withdrawn) box.append(element('p', withdrawn, 'bad'));
   if (plan.shadow_steps > 0) {
-    const seen = [`${count(shadow.observed)} compared`, `${count(shadow.differences)} differ`, ...beside(shadow)];
+    const seen = [`${count(shadow.observed)} compared`, `${count(shadow.differences)} differ`, `faults: ${count(faults)}`, ...beside(shadow)];
     if (shadow.first_difference) seen.push(shadow.first_difference);
     box.append(...bar('Shadow', shadow.steps, plan.shadow_steps), element('p', seen.join(', '), 'dim'));
   }
-  if (plan.canary) box.append(...bar('Canary', canary.steps, plan.canary.steps), element('p', beside(canary).join(), 'dim'));
-  if (faults > 0) box.append(element('p', `${count(faults)} faults`, 'bad'));
+  if (plan.canary) box.append(...bar('Canary', canary.steps, plan.canary.steps), element('p', [`faults: ${count(faults)}`, ...beside(canary)].join(', '), 'dim'));
   return box;
 }
 
