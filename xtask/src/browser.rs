@@ -23,14 +23,18 @@ pub fn for_tests() -> Result<()> {
         if ci {
             bail!("{message}");
         }
-        heading(&format!("{message}; the admin page's test in a browser is left out"));
+        heading(&format!(
+            "{message}; the admin page's test in a browser is left out"
+        ));
         return Ok(());
     }
     heading("no Chromium with ChromeDriver: installing Debian's");
     let installed = install();
     match installed {
         Err(error) if !ci => {
-            heading(&format!("{error:#}; the admin page's test in a browser is left out"));
+            heading(&format!(
+                "{error:#}; the admin page's test in a browser is left out"
+            ));
             Ok(())
         }
         result => result,
@@ -64,5 +68,10 @@ fn install() -> Result<()> {
     arguments.extend(PACKAGES);
     apt(&["update"])
         .and_then(|()| apt(&arguments))
-        .with_context(|| format!("cannot install {}; check the network", PACKAGES.join(" and ")))
+        .with_context(|| {
+            format!(
+                "cannot install {}; check the network",
+                PACKAGES.join(" and ")
+            )
+        })
 }

@@ -10,7 +10,7 @@ use timetable_record::RecorderHandle;
 use timetable_server::{Ended, Keys, Metrics, ServedModel, Server, Service};
 
 use super::{replay, setup, signals};
-use crate::admin::{self, Control};
+use crate::admin::{self, Control, PageListener};
 use crate::cli::Serve;
 use crate::config::{Config, Flags, ServerSettings};
 use crate::exit::{Exit, Failure};
@@ -26,6 +26,7 @@ pub fn run(arguments: &Serve) -> Result<(), Failure> {
     let mut options = server.options();
     options.keys = keys(&settings.config)?;
     let socket = setup::socket(settings.config.admin.socket.as_deref())?;
+    let page = PageListener::bind(&settings.config.admin)?;
     let listener = TcpListener::bind(&server.listen).map_err(|error| {
         let listen = &server.listen;
         Failure::new(
@@ -65,6 +66,7 @@ pub fn run(arguments: &Serve) -> Result<(), Failure> {
         Some(path) => Some(admin::Server::start(path, Arc::clone(&host))?),
         None => None,
     };
+    let page = page.map(|page| page.serve(Arc::clone(&host))).transpose()?;
     let metrics = Arc::new(Metrics::default());
     host.serving({
         let metrics = Arc::clone(&metrics);
@@ -99,7 +101,7 @@ pub fn run(arguments: &Serve) -> Result<(), Failure> {
     // The server's thread was the only other that had it.
     drop(engine);
     host.settle();
-    drop(admin);
+    drop((admin, page));
     if let Some(recorded) = recording.map(RecorderHandle::finish) {
         eprintln!("{}", replay::recorded(&recorded));
     }
