@@ -9,6 +9,7 @@
 
 mod mamba;
 mod mla;
+mod mm_prefix;
 mod pages;
 
 use alloc::vec::Vec;
@@ -16,6 +17,7 @@ use core::fmt;
 
 pub use mamba::*;
 pub use mla::*;
+pub use mm_prefix::*;
 pub use pages::*;
 
 use crate::{BuilderConfig, CommonAttentionMetadata, RowRange};

@@ -29,10 +29,7 @@ pub use local::{
     LocalAttentionError, LocalBlockColumns, make_local_attention_virtual_batches, max_virtual_rows,
 };
 pub use mamba::{NULL_BLOCK_ID, StateColumnError, mamba_get_block_table_tensor};
-pub use mm_prefix::{
-    MmPrefixRanges, compute_mm_prefix_ranges, fill_mm_prefix_query_ranges,
-    retain_ranges_within_window,
-};
+pub use mm_prefix::{fill_mm_prefix_query_ranges, retain_ranges_within_window};
 pub use padding::{
     CaptureBatchError, PaddingError, PaddingValues, capture_batch, pad_query_start_loc, pad_step,
 };

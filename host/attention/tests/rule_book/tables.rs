@@ -6,7 +6,7 @@ use timetable_attention::batch::{
     self, BlockTables, ContextParallel, GatheredTable, GroupTableConfig, SlotRule,
     slot_mapping_into,
 };
-use timetable_attention::types::{MambaCacheMode, MmDocRange};
+use timetable_attention::types::{self, MambaCacheMode, MmDocRange};
 
 use crate::harness::{FieldError, Tally, flag, int, ints, list, run, uint};
 
@@ -154,7 +154,7 @@ pub fn mm_prefix_ranges() -> Tally {
         let seq_lens = ints(&input["seq_lens"]);
         let pairs = |list: &[i32]| list.chunks(2).map(|pair| json!(pair)).collect::<Value>();
         let queries = batch::fill_mm_prefix_query_ranges(&starts, &seq_lens, &ranges, num_tokens);
-        let padded = batch::compute_mm_prefix_ranges(seq_lens.len(), &ranges);
+        let padded = types::batch::compute_mm_prefix_ranges(seq_lens.len(), &ranges);
         Ok(json!({
             "fill_mm_prefix_query_ranges": match queries {
                 Some(rows) => json!({"n": num_tokens, "rows": pairs(&rows)}),
