@@ -9,16 +9,18 @@ use std::{
     process::{Command, ExitCode},
 };
 
-const PACKAGES: [&str; 5] = [
+const PACKAGES: [&str; 7] = [
     "flash-attn-builder",
     "flash-attn-fixed-split-builder",
     "flashinfer-builder",
+    "triton-attn-builder",
     "chaos-flash-attn",
     "chaos-flashinfer",
+    "chaos-triton-attn",
 ];
 
 /// What a component is made of.
-const SOURCES: [&str; 11] = [
+const SOURCES: [&str; 12] = [
     "guest-builders/.cargo/config.toml",
     "guest-builders/componentize",
     "guest-builders/sdk/src",
@@ -26,6 +28,7 @@ const SOURCES: [&str; 11] = [
     "guest-builders/flash-attn",
     "guest-builders/flash-attn-fixed-split",
     "guest-builders/flashinfer",
+    "guest-builders/triton-attn",
     "guest-builders/chaos",
     "host/types/src",
     "host/types/Cargo.toml",

@@ -1,9 +1,10 @@
 //! Damage to metadata: any field of a record, made wrong by a seed. It must never know which damage a verifier should refuse.
 
 use timetable_guest::types::{
-    Causal, Dtype, Input, KvCacheLayout, RowRange, Tensor, TensorSlice,
+    Causal, Dtype, Input, KvCacheLayout, RowRange, Scratch, Tensor, TensorSlice,
     flash_attn::{self, TileOrder},
     flashinfer::{self, Decode, Plan, PlanFunction, Prefill},
+    triton_attn,
 };
 
 use crate::{Command, Mischief, command::Random};
@@ -34,6 +35,8 @@ pub enum Place<'m> {
     Function(&'m mut PlanFunction),
     /// A causal flag.
     Causal(&'m mut Causal),
+    /// Scratch, as a shape.
+    Scratch(&'m mut Scratch),
 }
 
 /// A record whose fields can be damaged.
@@ -43,6 +46,18 @@ pub trait Damage {
 
     /// The fields that this record has, by name.
     fn places(&mut self) -> Vec<(&'static str, Place<'_>)>;
+
+    /// The lists that this record has, or could have.
+    fn lists(&mut self) -> Vec<&mut Vec<i32>> {
+        let lists = self
+            .places()
+            .into_iter()
+            .filter_map(|(_, place)| match place {
+                Place::List(list) => Some(list),
+                _ => None,
+            });
+        lists.collect()
+    }
 
     /// Good metadata, in one of several ways: `turn` chooses.
     fn vary(&mut self, turn: u64);
@@ -54,7 +69,9 @@ pub trait Damage {
         let lists_only = matches!(command.mischief, Mischief::Drop | Mischief::Duplicate);
         places.retain(|(name, place)| {
             command.field.as_ref().is_none_or(|field| field == name)
-                && (!lists_only || matches!(place, Place::List(list) if !list.is_empty()))
+                && (!lists_only
+                    || matches!(place, Place::Scratch(_))
+                    || matches!(place, Place::List(list) if !list.is_empty()))
         });
         if places.is_empty() {
             return;
@@ -73,10 +90,8 @@ pub trait Damage {
             unsafe { Vec::from_raw_parts(list.as_ptr().cast_mut(), list.len(), list.capacity()) },
         );
         let mut first = Some(list);
-        for (_, place) in self.places() {
-            if let Place::List(field) = place
-                && let Some(list) = first.take().or_else(|| again.take())
-            {
+        for field in self.lists() {
+            if let Some(list) = first.take().or_else(|| again.take()) {
                 *field = list;
             }
         }
@@ -86,11 +101,8 @@ pub trait Damage {
 
     /// Puts a list of `len` zeros into the first field that is one.
     fn put_long_list(&mut self, len: usize) {
-        for (_, place) in self.places() {
-            if let Place::List(field) = place {
-                *field = zeros(len);
-                return;
-            }
+        if let Some(field) = self.lists().into_iter().next() {
+            *field = zeros(len);
         }
     }
 }
@@ -154,6 +166,19 @@ fn hit(place: Place<'_>, mischief: Mischief, random: &mut Random) {
                 Causal::PerRequest => Causal::All(true),
             };
         }
+        Place::Scratch(scratch) => damage_shape(&mut scratch.shape, mischief, more, random),
+    }
+}
+
+fn damage_shape(shape: &mut Vec<u32>, mischief: Mischief, more: bool, random: &mut Random) {
+    let at = random.below(shape.len().max(1));
+    match mischief {
+        Mischief::Duplicate => shape.insert(at, shape.get(at).copied().unwrap_or(1)),
+        _ if shape.is_empty() => shape.push(0),
+        Mischief::Drop => drop(shape.remove(at)),
+        Mischief::Wild => shape[at] = u32::MAX,
+        _ if more => shape[at] = shape[at].wrapping_add(1),
+        _ => shape[at] = shape[at].wrapping_sub(1),
     }
 }
 
@@ -441,6 +466,94 @@ impl Damage for flashinfer::Metadata {
             let chosen = turn as usize % workers.max(1);
             for (worker, start) in starts.iter_mut().enumerate() {
                 *start = if worker <= chosen { 0 } else { items };
+            }
+        }
+    }
+}
+
+impl Damage for triton_attn::Metadata {
+    const FIELDS: &'static [&'static str] = &[
+        "num_actual_tokens",
+        "max_query_len",
+        "query_start_loc",
+        "max_seq_len",
+        "seq_lens",
+        "block_table",
+        "slot_mapping",
+        "causal",
+        "seq_threshold_3d",
+        "num_par_softmax_segments",
+        "softmax_segm_output",
+        "softmax_segm_max",
+        "softmax_segm_expsum",
+        "mm_prefix_range",
+        "rswa_prefix_lens",
+        "rswa_window",
+    ];
+
+    fn places(&mut self) -> Vec<(&'static str, Place<'_>)> {
+        let triton_attn::Metadata {
+            num_actual_tokens,
+            max_query_len,
+            query_start_loc,
+            max_seq_len,
+            seq_lens,
+            block_table,
+            slot_mapping,
+            causal,
+            seq_threshold_3d,
+            num_par_softmax_segments,
+            softmax_segm_output,
+            softmax_segm_max,
+            softmax_segm_expsum,
+            mm_prefix_range,
+            rswa_prefix_lens,
+            rswa_window,
+        } = self;
+        let places = [
+            Place::U32(num_actual_tokens),
+            Place::U32(max_query_len),
+            Place::Tensor(query_start_loc),
+            Place::U32(max_seq_len),
+            Place::Tensor(seq_lens),
+            Place::Tensor(block_table),
+            Place::Tensor(slot_mapping),
+            Place::Causal(causal),
+            Place::U32(seq_threshold_3d),
+            Place::U32(num_par_softmax_segments),
+            Place::Scratch(softmax_segm_output),
+            Place::Scratch(softmax_segm_max),
+            Place::Scratch(softmax_segm_expsum),
+            Place::MaybeTensor(mm_prefix_range),
+            Place::MaybeTensor(rswa_prefix_lens),
+            Place::U32(rswa_window),
+        ];
+        Self::FIELDS.iter().copied().zip(places).collect()
+    }
+
+    /// It has none but in tensors by value.
+    fn lists(&mut self) -> Vec<&mut Vec<i32>> {
+        let tensors = [&mut self.mm_prefix_range, &mut self.rswa_prefix_lens];
+        let lists = tensors.into_iter().filter_map(|tensor| {
+            match tensor.insert(Tensor::Values(Vec::new())) {
+                Tensor::Values(list) => Some(list),
+                _ => None,
+            }
+        });
+        lists.collect()
+    }
+
+    fn vary(&mut self, turn: u64) {
+        // Any number of segments is a good one.
+        let segments = 1 << (turn % 3);
+        self.num_par_softmax_segments = segments;
+        for scratch in [
+            &mut self.softmax_segm_output,
+            &mut self.softmax_segm_max,
+            &mut self.softmax_segm_expsum,
+        ] {
+            if let Some(size) = scratch.shape.get_mut(2) {
+                *size = segments;
             }
         }
     }

@@ -13,11 +13,13 @@ mod command;
 mod damage;
 mod deeds;
 mod one_chunk;
+mod one_segment;
 mod one_split;
 
 pub use command::{Command, Mischief};
 pub use damage::{Damage, Place};
 pub use one_chunk::OneChunk;
+pub use one_segment::OneSegment;
 pub use one_split::OneSplit;
 
 use timetable_guest::{

@@ -23,6 +23,7 @@ pub mod flashinfer;
 )]
 mod heap;
 pub mod testing;
+pub mod triton_attn;
 
 pub use builder::{Builder, FamilyMetadata, decline, option};
 pub use timetable_types as types;

@@ -14,6 +14,7 @@ use timetable_types::{
     Causal, Dtype, Family, KvCacheLayout, Metadata, Tensor,
     flash_attn::{self, Schedule},
     flashinfer::{self, Decode, Plan, Prefill, TrtllmDecode, TrtllmPrefill, WorkList},
+    triton_attn,
 };
 
 use crate::VerifyContext;
@@ -84,10 +85,11 @@ pub fn compare(
         (Metadata::Flashinfer(served), Metadata::Flashinfer(other)) => {
             flashinfer(served, other, ctx)
         }
+        (Metadata::TritonAttn(served), Metadata::TritonAttn(other)) => {
+            values(None, &triton_attn(served), &triton_attn(other))
+        }
         // No rules, so that nothing executes them: only equal records are known to mean the same.
-        (Metadata::TritonAttn(_) | Metadata::FlashMla(_) | Metadata::Mamba(_), _)
-            if served.family() == other.family() =>
-        {
+        (Metadata::FlashMla(_) | Metadata::Mamba(_), _) if served.family() == other.family() => {
             match served == other {
                 true => Ok(()),
                 false => Err(difference("metadata", None, served, other)),
@@ -201,6 +203,49 @@ fn flash_attn(metadata: &flash_attn::Metadata) -> [Named<'_>; 10] {
             Value::Tensor(dcp_context_kv_lens.as_ref()),
         ),
         ("mm_prefix_query_range", Value::Tensor(spans)),
+        ("rswa_prefix_lens", Value::Tensor(rswa_prefix_lens.as_ref())),
+        ("rswa_window", Value::Number(window.into())),
+    ]
+}
+
+fn triton_attn(metadata: &triton_attn::Metadata) -> [Named<'_>; 9] {
+    let triton_attn::Metadata {
+        num_actual_tokens,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        slot_mapping,
+        causal,
+        mm_prefix_range,
+        rswa_prefix_lens,
+        rswa_window,
+        // Bounds of a launch: at least the true maxima.
+        max_query_len: _,
+        max_seq_len: _,
+        // How the work is divided.
+        seq_threshold_3d: _,
+        num_par_softmax_segments: _,
+        softmax_segm_output: _,
+        softmax_segm_max: _,
+        softmax_segm_expsum: _,
+    } = metadata;
+    // Without prefix lengths the window is not used.
+    let window = if rswa_prefix_lens.is_some() {
+        *rswa_window
+    } else {
+        0
+    };
+    [
+        (
+            "num_actual_tokens",
+            Value::Number((*num_actual_tokens).into()),
+        ),
+        ("query_start_loc", Value::Tensor(Some(query_start_loc))),
+        ("seq_lens", Value::Tensor(Some(seq_lens))),
+        ("block_table", Value::Tensor(Some(block_table))),
+        ("slot_mapping", Value::Tensor(Some(slot_mapping))),
+        ("causal", Value::Causal(causal)),
+        ("mm_prefix_range", Value::Tensor(mm_prefix_range.as_ref())),
         ("rswa_prefix_lens", Value::Tensor(rswa_prefix_lens.as_ref())),
         ("rswa_window", Value::Number(window.into())),
     ]

@@ -71,7 +71,7 @@ fn verifying_and_resolving_allocate_once_and_then_never() {
         grant: Grant::Exact,
         ..step.context(&inputs)
     };
-    let made: Vec<Metadata> = [Family::FlashAttn, Family::Flashinfer]
+    let made: Vec<Metadata> = [Family::FlashAttn, Family::Flashinfer, Family::TritonAttn]
         .into_iter()
         .map(|family| {
             let mut builder = plain_builder(family, &step.config).expect("plain");

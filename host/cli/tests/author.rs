@@ -211,6 +211,11 @@ fn the_reference_components_pass_and_are_equal_to_themselves() {
         let found = findings(&report);
         assert_eq!(found, [], "{}", known.name);
         for tried in report["configurations"].as_array().unwrap() {
+            if known.backend == "TRITON_ATTN" && tried["configuration"] == "context parallel" {
+                let why = tried["no_builder"].as_str().unwrap();
+                assert!(why.contains("DCP not supported"), "{why}");
+                continue;
+            }
             assert_eq!(tried["built"], 40, "{}: {tried}", known.name);
             assert_eq!(tried["same_meaning"], 40, "{}: {tried}", known.name);
             if known.default {

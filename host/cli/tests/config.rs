@@ -153,7 +153,7 @@ fn unknown_keys_are_refused_anywhere_with_the_nearest() {
         ),
         (
             "[builders.flash]\ncomponent = \"x.wasm\"",
-            "1:11 builders.flash = : there is no such backend; the tables are [builders.FLASH_ATTN], [builders.FLASHINFER]",
+            "1:11 builders.flash = : there is no such backend; the tables are [builders.FLASH_ATTN], [builders.FLASHINFER], [builders.TRITON_ATTN]",
         ),
     ] {
         assert_eq!(problems(text), [expected], "{text}");

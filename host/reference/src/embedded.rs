@@ -17,7 +17,7 @@ pub struct Embedded {
     pub bytes: &'static [u8],
 }
 
-const COMPONENTS: [Embedded; 3] = [
+const COMPONENTS: [Embedded; 4] = [
     Embedded {
         name: "flash-attn",
         family: Family::FlashAttn,
@@ -41,6 +41,13 @@ const COMPONENTS: [Embedded; 3] = [
         backend: "FLASHINFER",
         default: true,
         bytes: include_bytes!(concat!(env!("OUT_DIR"), "/flashinfer-builder.wasm")),
+    },
+    Embedded {
+        name: "triton-attn",
+        family: Family::TritonAttn,
+        backend: "TRITON_ATTN",
+        default: true,
+        bytes: include_bytes!(concat!(env!("OUT_DIR"), "/triton-attn-builder.wasm")),
     },
 ];
 
@@ -66,6 +73,10 @@ pub fn chaos(family: Family) -> Option<&'static [u8]> {
             env!("OUT_DIR"),
             "/chaos-flashinfer.wasm"
         ))),
-        _ => None,
+        Family::TritonAttn => Some(include_bytes!(concat!(
+            env!("OUT_DIR"),
+            "/chaos-triton-attn.wasm"
+        ))),
+        Family::FlashMla | Family::Mamba => None,
     }
 }

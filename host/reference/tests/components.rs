@@ -108,6 +108,8 @@ fn a_configuration_that_a_builder_cannot_serve_is_declined_alike() {
     no_pages.kv_cache_spec.block_size = 0;
     let mut sinks = config();
     sinks.attention.has_sinks = true;
+    let mut ranks = config();
+    ranks.parallel.dcp_world_size = 2;
     for (name, config, text) in [
         (
             "flash-attn-fixed-split",
@@ -116,6 +118,7 @@ fn a_configuration_that_a_builder_cannot_serve_is_declined_alike() {
         ),
         ("flash-attn", &no_pages, "kv_cache_spec.block_size is 0"),
         ("flashinfer", &sinks, "does not support attention sinks"),
+        ("triton-attn", &ranks, "DCP not supported"),
     ] {
         let embedded = component(name).expect("a reference component");
         let twin = native_twin(name, config).err().expect("the twin declines");
@@ -152,7 +155,7 @@ fn an_unknown_builder_is_named_with_those_that_exist() {
     assert!(
         error
             .to_string()
-            .contains("flash-attn, flash-attn-fixed-split, flashinfer"),
+            .contains("flash-attn, flash-attn-fixed-split, flashinfer, triton-attn"),
         "{error}"
     );
 }

@@ -1,5 +1,6 @@
 //! The reference builders against what the real ones did: every recorded case of FLASH_ATTN's and FLASHINFER's builders
-//! (compute capability 8.0, 9.0 and 10.0), field by field, through the native twins and through the components.
+//! (compute capability 8.0, 9.0 and 10.0) and of TRITON_ATTN's, field by field, through the native twins and through the
+//! components.
 //!
 //! Symbolic tensors are resolved from the case's inputs and compared with the recorded values. What is compared in another
 //! form than it was recorded is said beside the comparison.
@@ -7,6 +8,7 @@
 mod flash_attn;
 mod flashinfer;
 mod resolve;
+mod triton_attn;
 mod vectors;
 
 use timetable_attention::{MetadataBuilder, rules};
@@ -51,6 +53,8 @@ const FLASHINFER: [&str; 3] = [
     "FlashInferMetadataBuilder@cc10.0",
 ];
 
+const TRITON_ATTN: [&str; 1] = ["TritonAttentionMetadataBuilder"];
+
 /// A backend is done or not there: where a family has rules there are recorded cases, a reference component with a native
 /// twin, and a chaos builder. (Its mutation suite and its plain builder: `host/device/tests/verified`.)
 #[test]
@@ -59,7 +63,8 @@ fn a_family_has_rules_and_everything_else_or_nothing() {
         let cases = match family {
             Family::FlashAttn => &FLASH_ATTN[..],
             Family::Flashinfer => &FLASHINFER[..],
-            Family::TritonAttn | Family::FlashMla | Family::Mamba => &[],
+            Family::TritonAttn => &TRITON_ATTN[..],
+            Family::FlashMla | Family::Mamba => &[],
         };
         let components = timetable_reference::components();
         for (what, is_there) in [
@@ -118,6 +123,15 @@ fn flashinfer_natively() {
     }
 }
 
+#[test]
+fn triton_attn_natively() {
+    let make = native("triton-attn");
+    for name in TRITON_ATTN {
+        let mut suite = triton_attn::Suite::new(&make);
+        run("native", name, |file, case| suite.check(file, case));
+    }
+}
+
 /// The component called `name`, in a sandbox with the default limits.
 fn component(name: &str) -> impl Fn(&BuilderConfig) -> Box<dyn MetadataBuilder> {
     let sandbox = Sandbox::new(Limits::default()).expect("the sandbox starts");
@@ -144,6 +158,15 @@ fn flashinfer_as_a_component() {
     let make = component("flashinfer");
     for name in FLASHINFER {
         let mut suite = flashinfer::Suite::new(&make);
+        run("component", name, |file, case| suite.check(file, case));
+    }
+}
+
+#[test]
+fn triton_attn_as_a_component() {
+    let make = component("triton-attn");
+    for name in TRITON_ATTN {
+        let mut suite = triton_attn::Suite::new(&make);
         run("component", name, |file, case| suite.check(file, case));
     }
 }

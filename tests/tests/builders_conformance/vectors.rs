@@ -153,10 +153,7 @@ pub fn builder_config(entry: &Value) -> BuilderConfig {
         .and_then(Value::as_u64)
         .map(|left| left as u32 + 1);
     let sizes = &config["cudagraph_capture_sizes"];
-    let capture_sizes: Vec<u32> = sizes
-        .as_array()
-        .map(|_| integers(sizes).iter().map(|&size| size as u32).collect())
-        .unwrap_or_default();
+    let capture_sizes = capture_sizes(sizes);
     BuilderConfig {
         kv_cache_spec: KvCacheSpec {
             kind: if window.is_some() {
@@ -239,6 +236,28 @@ pub fn builder_config(entry: &Value) -> BuilderConfig {
         model_runner_v2: true,
         options: Vec::new(),
     }
+}
+
+/// The sizes as listed; where only their number and the largest are recorded they are the field's defaults: 1, 2, 4, then every
+/// eighth to 256 and every sixteenth from there.
+fn capture_sizes(sizes: &Value) -> Vec<u32> {
+    if sizes.is_array() {
+        return integers(sizes).iter().map(|&size| size as u32).collect();
+    }
+    let Some(max) = sizes["max"].as_u64() else {
+        return Vec::new();
+    };
+    let rest = (1..).map(|step| {
+        if step < 32 {
+            8 * step
+        } else {
+            256 + 16 * (step - 32)
+        }
+    });
+    let rest = rest.take_while(|&size| u64::from(size) <= max);
+    let defaults: Vec<u32> = [1, 2, 4].into_iter().chain(rest).collect();
+    assert_eq!(Some(defaults.len() as u64), sizes["n"].as_u64());
+    defaults
 }
 
 /// Compares what a builder says of itself with the recorded builder's attributes.

@@ -6,6 +6,7 @@
 
 mod flash_attn;
 mod flashinfer;
+mod triton_attn;
 
 use timetable_types::{BuildError, BuilderConfig, ErrorKind, Family};
 
@@ -26,7 +27,8 @@ pub fn plain_builder(
     match family {
         Family::FlashAttn => Ok(Box::new(flash_attn::PlainFlashAttn::new(config.clone()))),
         Family::Flashinfer => Ok(Box::new(flashinfer::PlainFlashinfer::new(config.clone())?)),
-        Family::TritonAttn | Family::FlashMla | Family::Mamba => Err(BuildError {
+        Family::TritonAttn => Ok(Box::new(triton_attn::PlainTritonAttn::new(config.clone())?)),
+        Family::FlashMla | Family::Mamba => Err(BuildError {
             kind: ErrorKind::NotImplemented,
             message: format!("no plain builder for family {} yet", family.interface()),
         }),

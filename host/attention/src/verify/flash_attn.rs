@@ -1,13 +1,15 @@
 //! FLASH_ATTN: one rule for each field.
 
 use timetable_types::{
-    Causal, DcpLocal, DcpSource, Dtype, Input, KvCacheSpecKind, MmDocRange, RowRange, Tensor,
+    Causal, DcpLocal, DcpSource, Dtype, Input, MmDocRange, RowRange, Tensor,
     flash_attn::{Metadata, Schedule, SchedulerMetadataCall, TileOrder},
 };
 
 use super::{
-    Rules, Scratch, VerifyContext, lanes, reference,
-    refusal::{Refusal, Rule, absent, between, configured, equal, length, present},
+    Rules, Scratch, VerifyContext, lanes,
+    paged::{Call, rswa},
+    reference,
+    refusal::{Refusal, Rule, absent, between, configured, equal, length},
 };
 
 impl Rules for Metadata {
@@ -46,52 +48,18 @@ fn verify(
         rswa_window,
         schedule,
     } = metadata;
-    let (common, attention) = (ctx.common, &ctx.config.attention);
-    let cross = ctx.config.kv_cache_spec.kind == KvCacheSpecKind::CrossAttention
-        && common.encoder.is_some();
 
-    // The padded token count: output beyond it stays unwritten, beyond the batch there is none.
-    equal(
-        "num_actual_tokens",
-        *num_actual_tokens,
-        common.num_actual_tokens,
-    )?;
-    // At least the longest query (less leaves output unwritten), at most what the launch was promised.
-    let (longest, _) = lanes::steps(ctx.inputs.query_start_loc);
-    between(
-        "max_query_len",
-        *max_query_len,
-        longest,
-        ctx.max_query_bound(),
-    )?;
-    reference("query_start_loc", query_start_loc, Input::QueryStartLoc)?;
-    // At least the longest keys (less leaves keys out), at most the longest sequence served.
-    let key_lens = match ctx.inputs.encoder_seq_lens {
-        Some(lens) if cross => lens,
-        _ => ctx.inputs.seq_lens,
-    };
-    let longest_keys = lanes::max_i32(key_lens);
-    between(
-        "max_seq_len",
-        *max_seq_len,
-        longest_keys,
-        ctx.max_len_bound().max(longest_keys.into()),
-    )?;
-    let key_input = if cross {
-        Input::EncoderSeqLens
-    } else {
-        Input::SeqLens
-    };
-    reference("seq_lens", seq_lens, key_input)?;
-    reference("block_table", block_table, Input::BlockTable)?;
-    reference("slot_mapping", slot_mapping, Input::SlotMapping)?;
-    // The batch's own flag, or its rows' flags by reference.
-    configured(
-        "causal",
-        causal == &common.causal,
-        flag(causal),
-        flag(&common.causal),
-    )?;
+    Call {
+        num_actual_tokens: *num_actual_tokens,
+        max_query_len: *max_query_len,
+        query_start_loc,
+        max_seq_len: *max_seq_len,
+        seq_lens,
+        block_table,
+        slot_mapping,
+        causal,
+    }
+    .verify(ctx)?;
     dcp_context(ctx, *max_dcp_context_kv_len, dcp_context_kv_lens.as_ref())?;
     let counts = [
         *num_decode_reqs,
@@ -107,22 +75,7 @@ fn verify(
         scheduler_call(call, metadata, ctx).map_err(|r| r.within("scheduler_metadata"))?;
     }
     mm_prefix(ctx, mm_prefix_query_range.as_ref(), scratch)?;
-    // The prompt lengths by reference, where the model uses them and only there.
-    if attention.use_rswa {
-        let lens = present("rswa_prefix_lens", rswa_prefix_lens)?;
-        reference("rswa_prefix_lens", lens, Input::RswaPrefixLens)?;
-        equal("rswa_window", *rswa_window, attention.rswa_window)?;
-    } else {
-        absent("rswa_prefix_lens", rswa_prefix_lens.is_some())?;
-        // Without prefix lengths the window means nothing; the field still shows the model's.
-        let shown = *rswa_window == 0 || *rswa_window == attention.rswa_window;
-        configured(
-            "rswa_window",
-            shown,
-            (*rswa_window).into(),
-            attention.rswa_window.into(),
-        )?;
-    }
+    rswa(ctx, rswa_prefix_lens.as_ref(), *rswa_window)?;
     executed(schedule, ctx, scratch).map_err(|r| r.within("schedule"))
 }
 
@@ -470,11 +423,4 @@ fn covered_tokens<'c>(ctx: &'c VerifyContext<'_>) -> impl Iterator<Item = (usize
     ctx.common.mm_req_doc_ranges.iter().flat_map(move |range| {
         tokens_of(ctx, range).map(move |token| (token, range.start.into(), range.end.into()))
     })
-}
-
-fn flag(causal: &Causal) -> i64 {
-    match causal {
-        Causal::All(flag) => i64::from(*flag),
-        Causal::PerRequest => 2,
-    }
 }

@@ -14,13 +14,15 @@
 mod flash_attn;
 mod flashinfer;
 mod lanes;
+mod paged;
 mod refusal;
 mod step;
+mod triton_attn;
 mod work_list;
 
 use timetable_types::{
     BuilderConfig, CommonAttentionMetadata, Family, Input, LaunchPromise, Metadata, Tensor,
-    flash_attn as fa, flashinfer as fi,
+    flash_attn as fa, flashinfer as fi, triton_attn as ta,
 };
 
 pub use refusal::{Refusal, Rule};
@@ -39,7 +41,7 @@ pub enum Grant {
     Exact,
     /// Whole context blocks may be left out; the blocks that this step writes may not, and blocks before a sliding window may
     /// not be taken back in. Only a family whose record can say which blocks ([`FamilyRules::selects_blocks`]) gains anything:
-    /// FLASHINFER's can, FLASH_ATTN's has the whole block table by reference, so for it this is `Exact`.
+    /// FLASHINFER's can; FLASH_ATTN's and TRITON_ATTN's have the whole block table by reference, so for them this is `Exact`.
     Subset,
 }
 
@@ -60,7 +62,8 @@ pub const fn rules(family: Family) -> Option<FamilyRules> {
     match family {
         Family::FlashAttn => of::<fa::Metadata>(),
         Family::Flashinfer => of::<fi::Metadata>(),
-        Family::TritonAttn | Family::FlashMla | Family::Mamba => None,
+        Family::TritonAttn => of::<ta::Metadata>(),
+        Family::FlashMla | Family::Mamba => None,
     }
 }
 
@@ -156,7 +159,7 @@ struct Scratch {
     first_chunk: Vec<i32>,
     /// For each row the running sum of its query tiles.
     tile_start: Vec<u32>,
-    /// For each row its KV chunks.
+    /// For each row its KV chunks, or its spans.
     chunks: Vec<u32>,
     /// For each work item its query tile, counted over the rows.
     item_tile: Vec<u32>,
@@ -174,9 +177,8 @@ impl Verifier {
         match metadata {
             Metadata::FlashAttn(metadata) => metadata.verify(ctx, &mut self.scratch),
             Metadata::Flashinfer(metadata) => metadata.verify(ctx, &mut self.scratch),
-            Metadata::TritonAttn(_) | Metadata::FlashMla(_) | Metadata::Mamba(_) => {
-                Err(Refusal::no_rules(metadata.family()))
-            }
+            Metadata::TritonAttn(metadata) => metadata.verify(ctx, &mut self.scratch),
+            Metadata::FlashMla(_) | Metadata::Mamba(_) => Err(Refusal::no_rules(metadata.family())),
         }
     }
 }

@@ -77,6 +77,10 @@ impl Refusal {
         Refusal::new(field, 0, Rule::Reference(input), 0)
     }
 
+    pub(super) fn missing(field: &'static str) -> Self {
+        Refusal::new(field, 0, Rule::Present, 1)
+    }
+
     pub(super) fn no_rules(family: Family) -> Self {
         Refusal::new("family", 0, Rule::NoRules(family), 0)
     }
@@ -193,7 +197,5 @@ pub(super) fn absent(field: &'static str, is_some: bool) -> Result<(), Refusal> 
 
 /// Must be present.
 pub(super) fn present<'t, T>(field: &'static str, value: &'t Option<T>) -> Result<&'t T, Refusal> {
-    value
-        .as_ref()
-        .ok_or(Refusal::new(field, 0, Rule::Present, 1))
+    value.as_ref().ok_or(Refusal::missing(field))
 }

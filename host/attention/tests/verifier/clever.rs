@@ -48,6 +48,26 @@ pub fn flashinfer(batch: &Batch, random: &mut Random) -> Metadata {
     metadata
 }
 
+/// TRITON_ATTN with a random threshold, segments and scratch.
+pub fn triton_attn(batch: &Batch, random: &mut Random) -> Metadata {
+    let mut builder = plain_builder(Family::TritonAttn, &batch.config).expect("plain");
+    let mut metadata = builder.build(&batch.step.cam, false).expect("built");
+    if let Metadata::TritonAttn(record) = &mut metadata {
+        record.seq_threshold_3d = random.pick(&[0, 3, 64, 1000]);
+        record.num_par_softmax_segments = random.pick(&[1, 2, 16, 64]);
+        let rows = batch.step.cam.num_actual_tokens + random.between(0, 5) as u32;
+        for scratch in [
+            &mut record.softmax_segm_output,
+            &mut record.softmax_segm_max,
+            &mut record.softmax_segm_expsum,
+        ] {
+            scratch.shape[0] = rows.min(512);
+            scratch.shape[2] = record.num_par_softmax_segments;
+        }
+    }
+    metadata
+}
+
 /// Replaces the plan's work by one with chunks.
 pub fn split(plan: &mut Plan, starts: &[i32], most: u32, random: &mut Random) {
     let longest = plan.seq_lens.iter().copied().max().unwrap_or(0).max(1) as u32;

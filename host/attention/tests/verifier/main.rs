@@ -9,4 +9,5 @@ mod mutations;
 mod plain;
 mod step_fields;
 mod support;
+mod triton_attn_fields;
 mod trtllm_fields;

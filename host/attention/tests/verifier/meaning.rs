@@ -9,6 +9,7 @@ use timetable_attention::{
         Tensor,
         flash_attn::{self, TileOrder},
         flashinfer::{self, Decode, Plan, Prefill},
+        triton_attn,
     },
     verify,
 };
@@ -28,10 +29,14 @@ fn another_division_of_the_work_means_the_same() {
     for seed in 0..2_000 {
         let batch = Batch::random(seed);
         let mut random = Random(seed ^ 0xd1f);
-        for (family, clever) in [
+        let mut made = vec![
             (Family::FlashAttn, clever::flash_attn(&batch, &mut random)),
             (Family::Flashinfer, clever::flashinfer(&batch, &mut random)),
-        ] {
+        ];
+        if batch.config.parallel.dcp_world_size == 1 {
+            made.push((Family::TritonAttn, clever::triton_attn(&batch, &mut random)));
+        }
+        for (family, clever) in made {
             let plain = plain(family, &batch);
             batch.with(Grant::Exact, |ctx| {
                 verify(&clever, ctx).expect("valid");
@@ -127,6 +132,52 @@ fn each_field_of_flash_attn_has_a_meaning_or_none() {
     ];
     changes(Family::FlashAttn, &table, |metadata| match metadata {
         Metadata::FlashAttn(record) => Some(record),
+        _ => None,
+    });
+}
+
+#[test]
+fn each_field_of_triton_attn_has_a_meaning_or_none() {
+    use triton_attn::Metadata as M;
+    let table: [Change<M>; 16] = [
+        ("num_actual_tokens", true, |m| m.num_actual_tokens += 1),
+        ("query_start_loc", true, |m| {
+            m.query_start_loc = Tensor::Input(Input::SeqLens);
+        }),
+        ("seq_lens", true, |m| m.seq_lens = Tensor::Values(vec![1])),
+        ("block_table", true, |m| {
+            m.block_table = Tensor::Input(Input::SeqLens);
+        }),
+        ("slot_mapping", true, |m| {
+            m.slot_mapping = Tensor::Input(Input::Positions);
+        }),
+        ("causal", true, |m| m.causal = Causal::All(false)),
+        ("mm_prefix_range", true, |m| {
+            m.mm_prefix_range = spans(vec![3, 5]);
+        }),
+        ("rswa_prefix_lens", true, |m| {
+            m.rswa_prefix_lens = Some(Tensor::Input(Input::RswaPrefixLens));
+        }),
+        // Not used without prefix lengths.
+        ("rswa_window", false, |m| m.rswa_window += 1),
+        ("max_query_len", false, |m| m.max_query_len += 1),
+        ("max_seq_len", false, |m| m.max_seq_len += 1),
+        ("seq_threshold_3d", false, |m| m.seq_threshold_3d += 1),
+        ("num_par_softmax_segments", false, |m| {
+            m.num_par_softmax_segments *= 2;
+        }),
+        ("softmax_segm_output", false, |m| {
+            m.softmax_segm_output.shape[0] += 1;
+        }),
+        ("softmax_segm_max", false, |m| {
+            m.softmax_segm_max.shape[0] += 1;
+        }),
+        ("softmax_segm_expsum", false, |m| {
+            m.softmax_segm_expsum.shape[0] += 1;
+        }),
+    ];
+    changes(Family::TritonAttn, &table, |metadata| match metadata {
+        Metadata::TritonAttn(record) => Some(record),
         _ => None,
     });
 }

@@ -5,14 +5,20 @@ use timetable_attention::{
     Grant, Verifier, VerifyContext,
     batch::{PaddingValues, capture_batch, pad_step},
     plain_builder,
-    types::{
-        CaptureShape, Causal, Dtype, Family, Input, LaunchPromise, Metadata, Scratch, Tensor,
-        triton_attn,
-    },
+    types::{CaptureShape, Family, Input, LaunchPromise, Metadata, Tensor, flash_mla},
     verify, verify_step,
 };
 
 use crate::support::{Batch, fixed_config};
+
+/// Those whose backend serves the batch's configuration: TRITON_ATTN knows no ranks.
+fn families(batch: &Batch) -> Vec<Family> {
+    let mut families = vec![Family::FlashAttn, Family::Flashinfer];
+    if batch.config.parallel.dcp_world_size == 1 {
+        families.push(Family::TritonAttn);
+    }
+    families
+}
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
@@ -26,7 +32,7 @@ proptest! {
         batch.step = pad_step(&batch.step, num_tokens, num_reqs, values).expect("larger");
         batch.with(Grant::Exact, |ctx| {
             prop_assert_eq!(verify_step(ctx), Ok(()));
-            for family in [Family::FlashAttn, Family::Flashinfer] {
+            for family in families(&batch) {
                 let mut builder = plain_builder(family, &batch.config).expect("configuration");
                 let metadata = builder.build(&batch.step.cam, false).expect("built");
                 prop_assert_eq!(verify(&metadata, ctx), Ok(()), "{:?}", metadata);
@@ -41,7 +47,7 @@ proptest! {
         let mut verifier = Verifier::new();
         batch.with(Grant::Exact, |ctx| {
             prop_assert_eq!(verify_step(ctx), Ok(()));
-            for family in [Family::FlashAttn, Family::Flashinfer] {
+            for family in families(&batch) {
                 let mut builder = plain_builder(family, &batch.config).expect("configuration");
                 let metadata = builder.build(&batch.step.cam, false).expect("built");
                 prop_assert_eq!(verifier.verify(&metadata, ctx), Ok(()), "{:?}", metadata);
@@ -87,7 +93,7 @@ fn captured_and_replayed_steps_are_within_the_promise() {
     replayed.step.cam.seq_lens_cpu_upper_bound = vec![100_000, 1, 17, 0];
     replayed.step.cam.query_start_loc_cpu = vec![0, 1, 2, 3, 3];
     replayed.step.cam.max_seq_len = 100_000;
-    for family in [Family::FlashAttn, Family::Flashinfer] {
+    for family in families(&captured) {
         let mut builder = plain_builder(family, &captured.config).expect("configuration");
         let promise = builder.launch_promise(&shape).expect("promised");
         for batch in [&captured, &replayed] {
@@ -136,40 +142,29 @@ fn captured_and_replayed_steps_are_within_the_promise() {
 #[test]
 fn families_without_rules_are_refused_and_have_no_plain_builder() {
     let batch = Batch::random(1);
-    let scratch = || Scratch {
-        shape: vec![1],
-        dtype: Dtype::Float32,
-    };
-    let metadata = Metadata::TritonAttn(triton_attn::Metadata {
-        num_actual_tokens: batch.step.cam.num_actual_tokens,
+    let metadata = Metadata::FlashMla(flash_mla::Metadata {
+        num_reqs: batch.step.cam.num_reqs,
         max_query_len: batch.step.cam.max_query_len,
-        query_start_loc: Tensor::Input(Input::QueryStartLoc),
         max_seq_len: batch.step.cam.max_seq_len,
-        seq_lens: Tensor::Input(Input::SeqLens),
-        block_table: Tensor::Input(Input::BlockTable),
+        num_actual_tokens: batch.step.cam.num_actual_tokens,
+        query_start_loc: Tensor::Input(Input::QueryStartLoc),
         slot_mapping: Tensor::Input(Input::SlotMapping),
-        causal: Causal::All(true),
-        seq_threshold_3d: 0,
-        num_par_softmax_segments: 1,
-        softmax_segm_output: scratch(),
-        softmax_segm_max: scratch(),
-        softmax_segm_expsum: scratch(),
-        mm_prefix_range: None,
-        rswa_prefix_lens: None,
-        rswa_window: 0,
+        num_decodes: 0,
+        num_decode_tokens: 0,
+        num_prefills: 0,
+        causal: true,
+        head_dim: 576,
+        prefill: None,
+        decode: None,
     });
     let refusal = batch.with(Grant::Exact, |ctx| {
         verify(&metadata, ctx).expect_err("no rules")
     });
     assert_eq!(
         refusal.to_string(),
-        "no verifier rules for family triton-attn yet"
+        "no verifier rules for family flash-mla yet"
     );
     for (family, text) in [
-        (
-            Family::TritonAttn,
-            "no plain builder for family triton-attn yet",
-        ),
         (
             Family::FlashMla,
             "no plain builder for family flash-mla yet",

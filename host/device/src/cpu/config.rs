@@ -134,7 +134,8 @@ pub fn new_impl(
     let name = match family {
         Family::FlashAttn => "FlashAttentionImpl",
         Family::Flashinfer => "FlashInferImpl",
-        Family::TritonAttn | Family::FlashMla | Family::Mamba => {
+        Family::TritonAttn => "TritonAttentionImpl",
+        Family::FlashMla | Family::Mamba => {
             return Err(ImplError::NotOnThisDevice {
                 interface: family.interface(),
             });

@@ -2,22 +2,21 @@
 //! those that a plan names), dtypes or the cache.
 
 use timetable_attention::StepInputs;
-use timetable_types::{Causal, Input, Tensor, flash_attn, flashinfer};
+use timetable_types::{Causal, Input, Tensor, flash_attn, flashinfer, triton_attn};
 
 use super::{
     step::{Hyperparameters, Item, NONE, PrepareError, Row, StepMetadata, inconsistent},
     tensors,
 };
 
-/// Tokens of one of FLASH_ATTN's query tiles. It divides work among threads; no result depends on it.
-const FLASH_ATTN_TILE_TOKENS: u32 = 32;
+/// Tokens of one query tile where the metadata names none. It divides work among threads; no result depends on it.
+const TILE_TOKENS: u32 = 32;
 
 pub(super) fn flash_attn(
     step: &mut StepMetadata,
     metadata: &flash_attn::Metadata,
     inputs: &StepInputs<'_>,
 ) -> Result<(), PrepareError> {
-    let unsupported = |what, remedy| Err(PrepareError::Unsupported { what, remedy });
     if metadata.dcp_context_kv_lens.is_some() || metadata.max_dcp_context_kv_len > 0 {
         return unsupported(
             "dcp_context_kv_lens",
@@ -25,22 +24,115 @@ pub(super) fn flash_attn(
         );
     }
     if metadata.mm_prefix_query_range.is_some() {
-        return unsupported(
-            "mm_prefix_query_range",
-            "run this model without multimodal prefixes",
-        );
+        return unsupported("mm_prefix_query_range", NO_SPANS);
     }
     if metadata.rswa_prefix_lens.is_some() {
-        return unsupported("rswa_prefix_lens", "run this model without R-SWA");
+        return unsupported("rswa_prefix_lens", NO_RSWA);
     }
-    if metadata.block_table != Tensor::Input(Input::BlockTable) {
+    let schedule = &metadata.schedule;
+    let call = Call {
+        num_actual_tokens: metadata.num_actual_tokens,
+        max_query_len: metadata.max_query_len,
+        query_start_loc: &metadata.query_start_loc,
+        seq_lens: &metadata.seq_lens,
+        block_table: &metadata.block_table,
+        causal: &metadata.causal,
+        splits: match schedule.num_splits.as_slice() {
+            [] => Splits::Alike(1),
+            splits => Splits::OfRows(splits),
+        },
+    };
+    let num_rows = append_rows(step, &call, inputs)?;
+    match &schedule.tile_order {
+        flash_attn::TileOrder::Natural => {
+            for row in 0..num_rows {
+                append_items(step, call.splits, row)?;
+            }
+        }
+        flash_attn::TileOrder::Rows(order) => {
+            for &row in order {
+                let row = usize::try_from(row).ok().filter(|&row| row < num_rows);
+                let row = row.ok_or_else(|| {
+                    inconsistent("tile_order", format!("a row outside the {num_rows} rows"))
+                })?;
+                append_items(step, call.splits, row)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The 3D form divides a decode's pages as splits do; its scratch is the device's own.
+pub(super) fn triton_attn(
+    step: &mut StepMetadata,
+    metadata: &triton_attn::Metadata,
+    inputs: &StepInputs<'_>,
+) -> Result<(), PrepareError> {
+    if metadata.mm_prefix_range.is_some() {
+        return unsupported("mm_prefix_range", NO_SPANS);
+    }
+    if metadata.rswa_prefix_lens.is_some() {
+        return unsupported("rswa_prefix_lens", NO_RSWA);
+    }
+    let rows = inputs.query_start_loc.len().saturating_sub(1);
+    let is_3d = rows <= metadata.seq_threshold_3d as usize && metadata.max_query_len <= 1;
+    let call = Call {
+        num_actual_tokens: metadata.num_actual_tokens,
+        max_query_len: metadata.max_query_len,
+        query_start_loc: &metadata.query_start_loc,
+        seq_lens: &metadata.seq_lens,
+        block_table: &metadata.block_table,
+        causal: &metadata.causal,
+        splits: Splits::Alike(match is_3d {
+            true => metadata.num_par_softmax_segments,
+            false => 1,
+        }),
+    };
+    for row in 0..append_rows(step, &call, inputs)? {
+        append_items(step, call.splits, row)?;
+    }
+    Ok(())
+}
+
+const NO_SPANS: &str = "run this model without multimodal prefixes";
+const NO_RSWA: &str = "run this model without R-SWA";
+
+fn unsupported(what: &'static str, remedy: &'static str) -> Result<(), PrepareError> {
+    Err(PrepareError::Unsupported { what, remedy })
+}
+
+/// One call of attention for all rows.
+struct Call<'m> {
+    num_actual_tokens: u32,
+    max_query_len: u32,
+    query_start_loc: &'m Tensor,
+    seq_lens: &'m Tensor,
+    block_table: &'m Tensor,
+    causal: &'m Causal,
+    splits: Splits<'m>,
+}
+
+/// Into how many parts a row's pages are divided.
+#[derive(Clone, Copy)]
+enum Splits<'m> {
+    Alike(u32),
+    OfRows(&'m [i32]),
+}
+
+/// Rows, their pages, tiles and slots; the number of rows.
+fn append_rows(
+    step: &mut StepMetadata,
+    call: &Call<'_>,
+    inputs: &StepInputs<'_>,
+) -> Result<usize, PrepareError> {
+    if *call.block_table != Tensor::Input(Input::BlockTable) {
         return Err(inconsistent(
             "block_table",
             "it must be the step's own block table".into(),
         ));
     }
-    let starts = tensors::vector("query_start_loc", &metadata.query_start_loc, inputs)?;
-    let lengths = tensors::vector("seq_lens", &metadata.seq_lens, inputs)?;
+    let starts = tensors::vector("query_start_loc", call.query_start_loc, inputs)?;
+    let lengths = tensors::vector("seq_lens", call.seq_lens, inputs)?;
     let num_rows = starts.len().saturating_sub(1);
     if lengths.len() < num_rows {
         return Err(inconsistent(
@@ -48,12 +140,12 @@ pub(super) fn flash_attn(
             format!("{} of {num_rows} rows", lengths.len()),
         ));
     }
-    step.num_actual_tokens = metadata.num_actual_tokens as usize;
+    step.num_actual_tokens = call.num_actual_tokens as usize;
     step.token_rows.resize(scheduled_tokens(step, inputs), NONE);
 
     let block_size = step.block_size as u32;
     for row in 0..num_rows {
-        let causal = match &metadata.causal {
+        let causal = match call.causal {
             Causal::All(causal) => *causal,
             Causal::PerRequest => {
                 let flag = inputs.causal.and_then(|flags| flags.get(row));
@@ -64,7 +156,7 @@ pub(super) fn flash_attn(
         };
         let query = (starts[row], starts[row + 1]);
         // A kernel's grid has max_query_len rows: tokens beyond it stay zeros.
-        let q_len = append_row(step, "query_start_loc", query, metadata.max_query_len)?;
+        let q_len = append_row(step, "query_start_loc", query, call.max_query_len)?;
         let kv_len = length("seq_lens", row, lengths[row])?;
         let page = step.pages.len() as u32;
         if q_len > 0 && kv_len > 0 {
@@ -90,64 +182,42 @@ pub(super) fn flash_attn(
             causal,
             page,
             tile,
-            tile_units: FLASH_ATTN_TILE_TOKENS,
+            tile_units: TILE_TOKENS,
         });
         // Every tile has as many slots as the row has splits with keys.
-        let (splits, _) = splits_of(&metadata.schedule, row, kv_len.div_ceil(block_size))?;
-        for _ in 0..q_len.div_ceil(FLASH_ATTN_TILE_TOKENS) {
+        let (splits, _) = splits_of(call.splits, row, kv_len.div_ceil(block_size))?;
+        for _ in 0..q_len.div_ceil(TILE_TOKENS) {
             let end = step.slot_items.len() + splits as usize;
             step.slot_items.resize(end, NONE);
             step.slot_indptr.push(end as u32);
         }
     }
 
-    match &metadata.schedule.tile_order {
-        flash_attn::TileOrder::Natural => {
-            for row in 0..num_rows {
-                append_flash_attn_items(step, &metadata.schedule, row)?;
-            }
-        }
-        flash_attn::TileOrder::Rows(order) => {
-            for &row in order {
-                let row = usize::try_from(row).ok().filter(|&row| row < num_rows);
-                let row = row.ok_or_else(|| {
-                    inconsistent("tile_order", format!("a row outside the {num_rows} rows"))
-                })?;
-                append_flash_attn_items(step, &metadata.schedule, row)?;
-            }
-        }
-    }
-    Ok(())
+    Ok(num_rows)
 }
 
 /// (splits that have keys, pages of a split) of a row with `pages` pages of keys.
-fn splits_of(
-    schedule: &flash_attn::Schedule,
-    row: usize,
-    pages: u32,
-) -> Result<(u32, u32), PrepareError> {
-    let splits = match schedule.num_splits.get(row) {
-        Some(&splits) => u32::try_from(splits)
-            .ok()
-            .filter(|&splits| splits > 0)
-            .ok_or_else(|| {
-                inconsistent("num_splits", format!("{splits} in row {row}; at least 1"))
-            })?,
-        None if schedule.num_splits.is_empty() => 1,
-        None => {
-            return Err(inconsistent(
+fn splits_of(splits: Splits<'_>, row: usize, pages: u32) -> Result<(u32, u32), PrepareError> {
+    let count = match splits {
+        Splits::Alike(splits) => i64::from(splits),
+        Splits::OfRows(splits) => splits.get(row).copied().map(i64::from).ok_or_else(|| {
+            inconsistent(
                 "num_splits",
-                format!("{} entries, none for row {row}", schedule.num_splits.len()),
-            ));
-        }
+                format!("{} entries, none for row {row}", splits.len()),
+            )
+        })?,
     };
+    let splits = u32::try_from(count)
+        .ok()
+        .filter(|&splits| splits > 0)
+        .ok_or_else(|| inconsistent("num_splits", format!("{count} in row {row}; at least 1")))?;
     let pages_per_split = pages.div_ceil(splits).max(1);
     Ok((pages.div_ceil(pages_per_split), pages_per_split))
 }
 
-fn append_flash_attn_items(
+fn append_items(
     step: &mut StepMetadata,
-    schedule: &flash_attn::Schedule,
+    splits: Splits<'_>,
     row: usize,
 ) -> Result<(), PrepareError> {
     let Row {
@@ -157,19 +227,16 @@ fn append_flash_attn_items(
         ..
     } = step.rows[row];
     let block_size = step.block_size as u32;
-    let (splits, pages_per_split) = splits_of(schedule, row, kv_len.div_ceil(block_size))?;
+    let (splits, pages_per_split) = splits_of(splits, row, kv_len.div_ceil(block_size))?;
     let keys_per_split = pages_per_split.saturating_mul(block_size);
-    for (index, q0) in (0..q_len)
-        .step_by(FLASH_ATTN_TILE_TOKENS as usize)
-        .enumerate()
-    {
+    for (index, q0) in (0..q_len).step_by(TILE_TOKENS as usize).enumerate() {
         let slot = step.slot_indptr[tile as usize + index];
         for split in 0..splits {
             step.slot_items[(slot + split) as usize] = step.items.len() as u32;
             step.items.push(Item {
                 row: row as u32,
                 q0,
-                q1: (q0 + FLASH_ATTN_TILE_TOKENS).min(q_len),
+                q1: (q0 + TILE_TOKENS).min(q_len),
                 k0: split * keys_per_split,
                 k1: (split * keys_per_split)
                     .saturating_add(keys_per_split)

@@ -134,7 +134,8 @@ impl StepMetadata {
         match metadata {
             Metadata::FlashAttn(metadata) => prepare::flash_attn(self, metadata, inputs)?,
             Metadata::Flashinfer(metadata) => prepare::flashinfer(self, metadata, inputs)?,
-            Metadata::TritonAttn(_) | Metadata::FlashMla(_) | Metadata::Mamba(_) => {
+            Metadata::TritonAttn(metadata) => prepare::triton_attn(self, metadata, inputs)?,
+            Metadata::FlashMla(_) | Metadata::Mamba(_) => {
                 return Err(PrepareError::Unsupported {
                     what: metadata.family().interface(),
                     remedy: "choose FLASH_ATTN or FLASHINFER",

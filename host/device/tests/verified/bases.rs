@@ -1,6 +1,9 @@
 //! Good metadata to start from: for each family enough records that every field of the contract has a value in one of them.
 //! A new family adds a suite here. It must never know how records are broken.
 
+#[path = "bases/triton_attn.rs"]
+mod triton_attn;
+
 use timetable_attention::{Grant, plain_builder};
 use timetable_types::{
     BuilderConfig, Causal, DcpLocal, DcpSource, EncoderInputs, Family, Input, KvCacheSpecKind,
@@ -25,7 +28,8 @@ pub fn suite(family: Family) -> Option<Vec<Base>> {
     match family {
         Family::FlashAttn => Some(flash_attn_bases()),
         Family::Flashinfer => Some(flashinfer_bases()),
-        Family::TritonAttn | Family::FlashMla | Family::Mamba => None,
+        Family::TritonAttn => Some(triton_attn::bases()),
+        Family::FlashMla | Family::Mamba => None,
     }
 }
 
@@ -76,6 +80,7 @@ pub fn random_base(family: Family, random: &mut Random) -> Base {
                     in_order(&mut plan.work);
                 }
             }
+            Metadata::TritonAttn(record) => triton_attn::random(case, record, random),
             _ => panic!("another family"),
         }
     })

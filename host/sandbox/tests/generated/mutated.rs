@@ -20,7 +20,7 @@ fn originals() -> Vec<(Family, &'static [u8])> {
         .iter()
         .map(|embedded| (embedded.family, embedded.bytes))
         .collect();
-    for family in [Family::FlashAttn, Family::Flashinfer] {
+    for family in [Family::FlashAttn, Family::Flashinfer, Family::TritonAttn] {
         found.push((family, chaos(family).expect("a chaos builder")));
     }
     found
