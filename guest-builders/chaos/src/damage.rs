@@ -1,5 +1,7 @@
 //! Damage to metadata: any field of a record, made wrong by a seed. It must never know which damage a verifier should refuse.
 
+mod mamba;
+
 use timetable_guest::types::{
     Causal, Dtype, Input, KvCacheLayout, RowRange, Scratch, Tensor, TensorSlice,
     flash_attn::{self, TileOrder},

@@ -15,12 +15,14 @@ mod deeds;
 mod one_chunk;
 mod one_segment;
 mod one_split;
+mod states;
 
 pub use command::{Command, Mischief};
 pub use damage::{Damage, Place};
 pub use one_chunk::OneChunk;
 pub use one_segment::OneSegment;
 pub use one_split::OneSplit;
+pub use states::States;
 
 use timetable_guest::{
     Builder, FamilyMetadata, decline,

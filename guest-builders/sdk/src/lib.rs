@@ -22,6 +22,7 @@ pub mod flashinfer;
     allow(dead_code, reason = "natively only its tests use it")
 )]
 mod heap;
+pub mod mamba;
 pub mod testing;
 pub mod triton_attn;
 

@@ -2,7 +2,10 @@
 
 use alloc::vec::Vec;
 
-use super::PAD;
+use super::{
+    BatchError, BatchRows, DecodePrefillSplit, DecodeRule, PAD, split_decodes_and_prefills,
+};
+use crate::{CommonAttentionMetadata, ExtraValue};
 
 /// Tokens of one block of the causal convolution's kernel: the field's BLOCK_M.
 pub const CAUSAL_CONV1D_BLOCK_M: i32 = 8;
@@ -180,3 +183,62 @@ pub const NUM_ACCEPTED_TOKENS: &str = "num_accepted_tokens";
 /// Name of the extra with the draft tokens of each row: host `s32 [R]`, −1 where the row is no verification. The same builders
 /// take it.
 pub const NUM_DECODE_DRAFT_TOKENS_CPU: &str = "num_decode_draft_tokens_cpu";
+
+/// The step's device field `name`, if it brings one: its rows.
+#[must_use]
+pub fn device_extra(common: &CommonAttentionMetadata, name: &str) -> Option<u32> {
+    common.extras.iter().find_map(|extra| match extra.value {
+        ExtraValue::Device(rows) if extra.name == name => Some(rows),
+        _ => None,
+    })
+}
+
+/// The step's host vector `name`, if it brings one.
+#[must_use]
+pub fn host_extra<'a>(common: &'a CommonAttentionMetadata, name: &str) -> Option<&'a [i32]> {
+    common.extras.iter().find_map(|extra| match &extra.value {
+        ExtraValue::Host(values) if extra.name == name => Some(values.as_slice()),
+        _ => None,
+    })
+}
+
+/// Splits a decode-first batch of a group that keeps states. A row that still prefills is a decode all the same if it has a
+/// state and one token, or the tail of its prompt padded like a verification: `drafts` is `s32 [R]`, the draft tokens of each
+/// row, −1 for none, or empty. (vLLM 0.33 `BaseMambaAttentionMetadataBuilder._compute_common_metadata`.)
+///
+/// # Errors
+/// [`BatchError::NoRows`] if there are no rows.
+pub fn split_stateful(
+    rows: &BatchRows<'_>,
+    drafts: &[i32],
+    decode_threshold: u32,
+) -> Result<DecodePrefillSplit, BatchError> {
+    let mut is_prefilling = rows.is_prefilling.to_vec();
+    let lens = rows.seq_lens.iter();
+    let starts = rows.query_start_loc;
+    for ((flag, &len), pair) in is_prefilling.iter_mut().zip(lens).zip(starts.windows(2)) {
+        let query = pair[1] - pair[0];
+        *flag &= u8::from(!((len > query) & (query == 1)));
+    }
+    for (row, &drafts) in drafts.iter().enumerate() {
+        if let (Some(flag), Some(&len), Some(pair)) = (
+            is_prefilling.get_mut(row),
+            rows.seq_lens.get(row),
+            starts.get(row..row + 2),
+        ) {
+            let query = pair[1] - pair[0];
+            *flag &= u8::from(!(drafts >= 0 && query == drafts + 1 && len > query));
+        }
+    }
+    split_decodes_and_prefills(
+        &BatchRows {
+            is_prefilling: &is_prefilling,
+            ..*rows
+        },
+        DecodeRule {
+            decode_threshold,
+            require_uniform: false,
+            treat_short_extends_as_decodes: false,
+        },
+    )
+}
