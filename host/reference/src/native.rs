@@ -114,6 +114,7 @@ pub fn native_twin(
         "triton-attn" => Box::new(Native::<triton_attn_builder::SoftmaxSegments>::create(
             config,
         )?),
+        "mamba" => Box::new(Native::<mamba_builder::FieldRecord>::create(config)?),
         _ => {
             let known: Vec<&str> = crate::components().iter().map(|known| known.name).collect();
             return Err(BuildFault::Fault {
