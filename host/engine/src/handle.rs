@@ -335,6 +335,8 @@ impl StepLoop {
     fn take_commands(&mut self) -> bool {
         loop {
             let command = if self.engine.is_idle() {
+                // What ended without a step is not counted as running until the next one.
+                self.publish();
                 match self.inbox.recv() {
                     Ok(command) => command,
                     Err(_) => return false,
@@ -411,6 +413,10 @@ impl StepLoop {
             self.engine.abort(id);
             self.readers.remove(&id);
         }
+        self.publish();
+    }
+
+    fn publish(&mut self) {
         *self.stats.lock().unwrap_or_else(PoisonError::into_inner) = self.engine.stats();
         let mut published = self.tenants.lock().unwrap_or_else(PoisonError::into_inner);
         published.clone_from_slice(self.engine.tenant_stats());

@@ -22,6 +22,8 @@ mod metrics;
 mod model;
 mod options;
 mod patient;
+#[cfg(test)]
+mod read_tests;
 mod routes;
 mod running;
 mod server;

@@ -13,7 +13,7 @@ use timetable_engine::{EngineHandle, EngineStats, FinishReason, GenerationReques
 use timetable_record::RecorderHandle;
 
 use self::stream::Answer;
-use super::{print_json, setup};
+use super::{print_json, setup, signals};
 use crate::admin::{self, Control, PageListener, Server};
 use crate::cli::Generate;
 use crate::config::Flags;
@@ -69,12 +69,17 @@ pub fn run(arguments: &Generate) -> Result<(), Failure> {
         }
         eprintln!("{}", summary(&prompts, &answers, elapsed, &stats));
     }
+    let interrupted = |answer: &Answer| answer.finish == Some(FinishReason::Abort);
     match (
         answers.iter().find_map(|answer| answer.error.as_ref()),
         fatal,
     ) {
         (Some(error), _) => Err(Failure::new(error.exit, &error.message)),
         (None, Some(message)) => Err(Failure::new(Exit::Device, message)),
+        (None, None) if answers.iter().any(interrupted) => Err(Failure::new(
+            Exit::Failure,
+            "interrupted: the answers end where they were",
+        )),
         (None, None) => Ok(()),
     }
 }
@@ -140,7 +145,14 @@ fn answer(
             })
         })
         .collect();
-    stream::collect(&streams, !arguments.json)
+    let (interrupt, interrupted) = crossbeam_channel::bounded(1);
+    signals::on_each(move |before| match before {
+        0 => drop(interrupt.send(())),
+        // Whoever asks twice does not want to wait for a step.
+        _ => std::process::exit(Exit::Failure as i32),
+    })
+    .map_err(Failure::of(Exit::Failure))?;
+    stream::collect(&streams, !arguments.json, &interrupted)
 }
 
 fn summary(

@@ -1,6 +1,8 @@
 //! Running the binary as a person would, with a tiny model.
 #![allow(dead_code, reason = "each test program uses a part")]
 
+pub mod serving;
+
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -92,14 +94,14 @@ pub fn run(arguments: &[&str]) -> Ran {
 }
 
 /// A child whose output is read as it comes: it never waits for its reader.
-struct Running {
+pub struct Running {
     child: Child,
     stdout: JoinHandle<String>,
     stderr: JoinHandle<String>,
 }
 
 impl Running {
-    fn of(mut child: Child) -> Self {
+    pub fn of(mut child: Child) -> Self {
         fn read(from: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
             let mut from = from.expect("a pipe");
             std::thread::spawn(move || {
@@ -116,9 +118,13 @@ impl Running {
         }
     }
 
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Waits for its end; kills what hangs, and shows what it had said.
     #[track_caller]
-    fn finish(mut self, what: &dyn std::fmt::Debug) -> Ran {
+    pub fn finish(mut self, what: &dyn std::fmt::Debug) -> Ran {
         let deadline = Instant::now() + RUN_MAX;
         let mut status = self.child.try_wait().unwrap();
         while status.is_none() && Instant::now() < deadline {

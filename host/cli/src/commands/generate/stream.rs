@@ -3,7 +3,7 @@
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::Select;
+use crossbeam_channel::{Receiver, Select};
 use timetable_engine::{FinishReason, RequestError, RequestEvent, RequestStream};
 
 use crate::exit::{Exit, Failure};
@@ -29,8 +29,12 @@ pub struct AnswerError {
 }
 
 /// Collects all streams to their ends; with `show`, prints text as it comes. One prompt is shown as it is; of several, each
-/// line says whose it is.
-pub fn collect(streams: &[RequestStream], show: bool) -> Result<Vec<Answer>, Failure> {
+/// line says whose it is. What comes from `interrupted` ends all of them where they are.
+pub fn collect(
+    streams: &[RequestStream],
+    show: bool,
+    interrupted: &Receiver<()>,
+) -> Result<Vec<Answer>, Failure> {
     let started = Instant::now();
     let mut answers: Vec<Answer> = streams.iter().map(|_| Answer::default()).collect();
     let mut screen = Screen::new(streams.len(), show);
@@ -40,8 +44,15 @@ pub fn collect(streams: &[RequestStream], show: bool) -> Result<Vec<Answer>, Fai
         for index in &open {
             select.recv(streams[*index].events());
         }
+        let interrupt = select.recv(interrupted);
         let operation = select.select();
         let position = operation.index();
+        if position == interrupt {
+            // The thread that sends lives as long as the process.
+            let _ = operation.recv(interrupted);
+            open.iter().for_each(|index| streams[*index].abort());
+            continue;
+        }
         let index = open[position];
         let event = operation
             .recv(streams[index].events())
