@@ -15,7 +15,11 @@ use timetable_attention::{
 };
 use timetable_types::{Causal, CommonAttentionMetadata};
 
-use crate::{kv::BlockId, request::Request, scheduler::SegmentKey};
+use crate::{
+    kv::BlockId,
+    request::Request,
+    scheduler::{ScheduledRow, SegmentKey},
+};
 
 /// The token id that stands for "the token that was chosen at `index` of the step before": of that step's logits rows.
 pub const fn feed_reference(index: usize) -> i32 {
@@ -129,11 +133,13 @@ pub struct BatchRow<'a> {
     pub tokens: &'a [u32],
     /// One more token after them: an id, or a [`feed_reference`] where the host does not know it yet.
     pub feed: Option<i32>,
+    /// Drafts after those.
+    pub drafts: &'a [u32],
     /// The row's blocks in the manager's sizes. Tokens beyond them get no slot.
     pub blocks: &'a [BlockId],
     /// The field's `is_prefilling`.
     pub is_prefilling: bool,
-    /// Does the model's output at the last token matter?
+    /// Does the model's output at the last token matter, and at each draft?
     pub wants_logits: bool,
 }
 
@@ -368,7 +374,8 @@ impl InputBatch {
     /// If there are more rows or tokens than the batch was made for.
     pub fn push(&mut self, row: &BatchRow<'_>) {
         let index = self.common.num_reqs as usize;
-        let num_tokens = row.tokens.len() + usize::from(row.feed.is_some());
+        let known = row.tokens.len() + usize::from(row.feed.is_some());
+        let num_tokens = known + row.drafts.len();
         assert!(index < self.shape.max_num_seqs, "a row beyond max_num_seqs");
         assert!(
             self.token_ids.len() + num_tokens <= self.shape.max_num_batched_tokens,
@@ -379,9 +386,12 @@ impl InputBatch {
         self.token_ids
             .extend(row.tokens.iter().map(|&token| token as i32));
         self.token_ids.extend(row.feed);
+        self.token_ids
+            .extend(row.drafts.iter().map(|&token| token as i32));
         self.write_positions(row.num_computed, seq_len, row.blocks);
         if row.wants_logits {
-            self.logits_rows.push(self.token_ids.len() - 1);
+            let end = self.token_ids.len();
+            self.logits_rows.extend(end - 1 - row.drafts.len()..end);
         }
         let common = &mut self.common;
         common.num_reqs += 1;
@@ -405,12 +415,12 @@ impl InputBatch {
         );
     }
 
-    /// Adds the row of a scheduled request: its next `num_tokens` tokens, of which at most the last is not known yet.
+    /// Adds the row of a scheduled request: its next tokens, of which at most the last is not known yet, and its drafts.
     ///
     /// # Panics
     /// If the request is not running, or as [`InputBatch::push`].
-    pub fn push_scheduled(&mut self, request: &Request, num_tokens: usize) {
-        let end = request.num_computed + num_tokens;
+    pub fn push_scheduled(&mut self, request: &Request, row: &ScheduledRow) {
+        let end = request.num_computed + row.num_tokens - row.num_drafts;
         let known = request.tokens.len();
         self.push(&BatchRow {
             req_idx: request.slot.expect("a scheduled request has a slot"),
@@ -418,6 +428,7 @@ impl InputBatch {
             num_computed: request.num_computed,
             tokens: &request.tokens[request.num_computed.min(known)..end.min(known)],
             feed: (end > known).then_some(request.feed),
+            drafts: &request.drafts[..row.num_drafts],
             blocks: &request.blocks.ids,
             is_prefilling: request.is_prefilling(),
             wants_logits: end == request.num_tokens_with_pending(),

@@ -11,6 +11,7 @@ use timetable_types::{BuildError, BuilderConfig, CudagraphMode, Dtype};
 use crate::{
     batch::BlockSizeError,
     model::ModelError,
+    speculation::SpeculativeConfig,
     tenants::{self, TenantConfig},
 };
 
@@ -150,6 +151,9 @@ pub struct EngineConfig {
     pub kv_cache_dtype: KvCacheDtype,
     /// Size of the KV cache.
     pub cache_size: CacheSize,
+    /// Drafts that steps verify beside each decode's next token; none: no speculation. Costs asynchronous scheduling, because drafts
+    /// follow from tokens that the host knows.
+    pub speculative: Option<SpeculativeConfig>,
     /// The most KV splits of one request that a builder may choose.
     pub max_num_splits: u32,
     /// A request's logits are, bit for bit, what they are when it runs alone. Costs time: requests are not split, on a GPU one
@@ -190,6 +194,7 @@ impl Default for EngineConfig {
             enable_prefix_caching: true,
             kv_cache_dtype: KvCacheDtype::Auto,
             cache_size: CacheSize::MemoryFraction(0.4),
+            speculative: None,
             max_num_splits: 32,
             batch_invariant: false,
             num_workers: std::thread::available_parallelism().map_or(1, |n| n.get() as u32),
@@ -345,6 +350,12 @@ pub enum EngineError {
 }
 
 impl EngineConfig {
+    /// Draft tokens of a row at most; 0 without speculation.
+    pub fn num_speculative_tokens(&self) -> usize {
+        self.speculative
+            .map_or(0, |speculative| speculative.num_speculative_tokens)
+    }
+
     /// Looks at every number, and at what they mean for each other.
     ///
     /// # Errors
@@ -381,6 +392,13 @@ impl EngineConfig {
         if self.block_size > MAX_BLOCK_SIZE {
             let remedy = "a KV block has at most 65536 tokens";
             return refuse("block_size", self.block_size.to_string(), remedy);
+        }
+        if let Some(speculative) = &self.speculative {
+            speculative.check(self.max_num_batched_tokens)?;
+            if self.async_scheduling == Some(true) {
+                let remedy = "drafts follow from tokens that the host knows, one step at a time; leave it out, or speculative_method";
+                return refuse("async_scheduling", "true".into(), remedy);
+            }
         }
         match self.max_model_len {
             None if max_position_embeddings < 2 => {

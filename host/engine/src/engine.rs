@@ -7,6 +7,7 @@
 //! unless the device is gone.
 
 mod active;
+mod speculate;
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -22,7 +23,10 @@ use timetable_sandbox::{ReloadHandle, Sandbox, StepObserver, TenantName};
 use timetable_types::BuilderInfo;
 use tracing::Span;
 
-use self::active::{Active, Text};
+use self::{
+    active::{Active, Text},
+    speculate::Chosen,
+};
 use crate::{
     attention::{Attention, AttentionPlan, BuildOutcome, StepError},
     batch::{BatchShape, InputBatch, feed_reference},
@@ -38,6 +42,7 @@ use crate::{
     sampling::{Adjustment, Sampler, StopMatcher, TokenLogprobs},
     scheduler::{Scheduler, SchedulerLimits, TenantIndex},
     spans,
+    speculation::{SpeculativeConfig, TokenIndex},
     startup::{Startup, depth, graph_plan},
     tenants::{TenantStats, Tenants},
     timeline::{StepRecord, Timeline},
@@ -59,10 +64,19 @@ struct FlightRow {
     start: usize,
     /// Tokens computed in it.
     num_tokens: usize,
-    /// Does the step choose a token for it?
+    /// The last of them that are drafts.
+    num_drafts: usize,
+    /// Does the step choose a token for it, and one after each draft?
     samples: bool,
     /// Does its row of logits come with the token?
     logits: bool,
+}
+
+impl FlightRow {
+    /// Rows of logits.
+    fn num_logits(&self) -> usize {
+        if self.samples { 1 + self.num_drafts } else { 0 }
+    }
 }
 
 /// A step that was submitted and not collected.
@@ -110,9 +124,14 @@ pub struct Engine {
     /// Memory of flights that have ended.
     spare: Vec<Flight>,
     sampling: Vec<RowSampling>,
+    speculative: Option<SpeculativeConfig>,
+    /// Memory that is reused.
+    drafts: Vec<u32>,
     results: StepResults,
     /// Logits that a request's parameters change.
     adjusted: Vec<f32>,
+    /// The tokens of a row, while they are given out.
+    chosen: Vec<Chosen>,
     output: StepOutput,
     observer: Option<LogitsObserver>,
     stats: EngineStats,
@@ -175,6 +194,7 @@ impl Engine {
             max_model_len: config
                 .max_model_len
                 .unwrap_or(sizes.max_position_embeddings),
+            num_speculative_tokens: config.num_speculative_tokens(),
         };
         let shape = BatchShape {
             max_num_seqs: limits.max_num_seqs,
@@ -237,8 +257,11 @@ impl Engine {
             flights: VecDeque::with_capacity(depth),
             spare: Vec::new(),
             sampling: Vec::with_capacity(config.max_num_seqs),
+            speculative: config.speculative,
+            drafts: Vec::new(),
             results: StepResults::default(),
             adjusted: Vec::new(),
+            chosen: Vec::new(),
             output: StepOutput::default(),
             observer: None,
             stats: EngineStats::default(),
@@ -382,6 +405,9 @@ impl Engine {
             stream: TextStream::new(true),
             stops: StopMatcher::new(&params.stop),
         });
+        let index = self.speculative.map(|speculative| {
+            TokenIndex::new(&speculative, prompt.len() + params.max_tokens.min(1024))
+        });
         let max_tokens = Some(params.max_tokens);
         let adjustment = Adjustment::new(&params, &prompt);
         let key = self.scheduler.add_for(owner, prompt, max_tokens)?;
@@ -399,6 +425,7 @@ impl Engine {
             adjustment,
             forced,
             text,
+            index,
         });
         self.keys.insert(id, key);
         Ok(())
@@ -487,16 +514,16 @@ impl Engine {
         };
         self.scheduler.complete();
         self.fail_segments(&outcome, &flight);
-        let samples = flight.rows.iter().filter(|row| row.samples);
-        for (index, (row, sampling)) in samples.zip(&self.sampling).enumerate() {
-            if !self.scheduler.is_current(row.key, row.epoch) {
-                continue;
+        let mut index = 0;
+        for row in flight.rows.iter().filter(|row| row.samples) {
+            if self.scheduler.is_current(row.key, row.epoch) {
+                let feed = match self.sampling[index].forced {
+                    Some(token) => token as i32,
+                    None => feed_reference(index),
+                };
+                self.scheduler.set_pending(row.key, feed);
             }
-            let feed = match sampling.forced {
-                Some(token) => token as i32,
-                None => feed_reference(index),
-            };
-            self.scheduler.set_pending(row.key, feed);
+            index += row.num_logits();
         }
         self.flights.push_back(flight);
         Submitted::InFlight
@@ -524,16 +551,18 @@ impl Engine {
         for row in &self.scheduler.last_schedule().rows {
             let request = self.scheduler.request(row.key);
             self.batch.begin_segment(row.segment);
-            self.batch.push_scheduled(request, row.num_tokens);
-            let end = request.num_computed() + row.num_tokens;
+            self.batch.push_scheduled(request, row);
+            let end = request.num_computed() + row.num_tokens - row.num_drafts;
             let samples = end == request.num_tokens_with_pending();
             let mut logits = false;
-            if samples && let Some(active) = &mut self.active[row.key.index()] {
-                let index = request.num_tokens_with_pending() - request.prompt_len();
-                let mut sampling = active.sampling(index);
-                sampling.logits |= self.observer.is_some();
-                logits = sampling.logits;
-                self.sampling.push(sampling);
+            if samples && let Some(active) = &self.active[row.key.index()] {
+                let index = end - request.prompt_len();
+                for index in index..=index + row.num_drafts {
+                    let mut sampling = active.sampling(index);
+                    sampling.logits |= self.observer.is_some();
+                    logits = sampling.logits;
+                    self.sampling.push(sampling);
+                }
             }
             flight.rows.push(FlightRow {
                 key: row.key,
@@ -541,6 +570,7 @@ impl Engine {
                 tenant: row.tenant,
                 start: request.num_computed(),
                 num_tokens: row.num_tokens,
+                num_drafts: row.num_drafts,
                 samples,
                 logits,
             });
@@ -588,8 +618,10 @@ impl Engine {
         let mut results = std::mem::take(&mut self.results);
         results.clear();
         let collected = self.executor.collect(&mut results).and_then(|()| {
-            let expected = flight.rows.iter().filter(|row| row.samples).count();
-            let wanted = flight.rows.iter().filter(|row| row.logits).count();
+            let logits_rows = |row: &FlightRow| row.num_logits();
+            let expected: usize = flight.rows.iter().map(logits_rows).sum();
+            let wanted = flight.rows.iter().filter(|row| row.logits);
+            let wanted: usize = wanted.map(logits_rows).sum();
             let rows = results.logits.len() / self.executor.model_config().vocab_size;
             match results.tokens.len() {
                 found if found == expected && (rows == wanted || flight.dropped) => Ok(()),
@@ -604,7 +636,10 @@ impl Engine {
         let mut lap = Lap::start();
         match collected {
             Ok(()) if flight.dropped => {}
-            Ok(()) => self.emit(&flight, &results),
+            Ok(()) => {
+                self.emit(&flight, &results);
+                self.draft(&flight);
+            }
             // What was submitted after it may have read what it should have written.
             Err(failure) => {
                 flight.failed = true;
@@ -651,28 +686,32 @@ impl Engine {
 
     fn emit(&mut self, flight: &Flight, results: &StepResults) {
         let vocab_size = self.executor.model_config().vocab_size;
-        let mut logits = results.logits.chunks_exact(vocab_size);
-        let samples = flight.rows.iter().filter(|row| row.samples);
-        for (row, token) in samples.zip(&results.tokens) {
-            let logits = logits.by_ref().take(usize::from(row.logits)).next();
+        let (mut tokens, mut logits) = (&results.tokens[..], &results.logits[..]);
+        let mut chosen = std::mem::take(&mut self.chosen);
+        for row in flight.rows.iter().filter(|row| row.samples) {
+            let num_logits = row.num_logits() * usize::from(row.logits) * vocab_size;
+            let (of_row, logits_of_row);
+            (of_row, tokens) = tokens.split_at(row.num_logits());
+            (logits_of_row, logits) = logits.split_at(num_logits);
             // The request ended while the step ran: a token before this one was its last, or somebody aborted it.
             if !self.scheduler.is_current(row.key, row.epoch) {
                 continue;
             }
-            let Some(active) = &mut self.active[row.key.index()] else {
-                continue;
-            };
-            let index = self.scheduler.request(row.key).output().len();
-            if let (Some(observer), Some(logits)) = (&mut self.observer, logits) {
-                observer(active.id, index, logits);
+            let outcome = self.choose(row, of_row, logits_of_row, &mut chosen);
+            for (token, logprobs) in chosen.drain(..) {
+                self.emit_token(row.key, token, logprobs);
+                // Those after its last are nobody's.
+                if !self.scheduler.is_current(row.key, row.epoch) {
+                    break;
+                }
             }
-            let chosen = token.clone();
-            let scratch = &mut self.adjusted;
-            match chosen.and_then(|token| active.choose(index, token, logits, scratch)) {
-                Ok((token, logprobs)) => self.emit_token(row.key, token, logprobs),
-                Err(error) => self.end_with(row.key, error.into()),
+            if let Err(error) = outcome
+                && self.scheduler.is_current(row.key, row.epoch)
+            {
+                self.end_with(row.key, error.into());
             }
         }
+        self.chosen = chosen;
     }
 
     fn emit_token(&mut self, key: RequestKey, token: u32, logprobs: Option<Box<TokenLogprobs>>) {

@@ -4,6 +4,7 @@
 //! - [`scheduler`], [`kv`] and [`batch`] make each step's rows, blocks and host tensors.
 //! - [`AttentionPlan`] puts the rule book's questions: backend, groups, block sizes; `startup` the rest, and reports.
 //! - `tenants` says who requests belong to, and what each tenant is entitled to.
+//! - [`speculation`] proposes tokens that a step verifies all at once.
 //! - [`executor`] is what the step loop asks of a device; [`cpu`] answers on the host, [`simulated`] computes nothing.
 //! - `attention` holds each attention group's builder and verifier, whatever the device.
 //! - [`timings`] and [`histogram`] count; [`timeline`] keeps the last steps' times; [`spans`] are what a tracing subscriber sees of a step.
@@ -31,6 +32,7 @@ pub mod sampling;
 pub mod scheduler;
 pub mod simulated;
 pub mod spans;
+pub mod speculation;
 mod startup;
 mod tenants;
 pub mod timeline;
@@ -49,6 +51,7 @@ pub use handle::{EngineHandle, RequestEvent, RequestHandle, RequestStream};
 pub use output::{FinishReason, GenerationRequest, RequestError, RequestId, StepOutput};
 pub use runner::ModelRunner;
 pub use simulated::SimulatedExecutor;
+pub use speculation::{SpeculativeConfig, SpeculativeMethod};
 pub use tenants::{SlotConfig, TenantConfig, TenantStats};
 pub use timeline::{StepRecord, Timeline};
 pub use timings::{EngineStats, StepTimings};

@@ -32,6 +32,8 @@ pub struct Request {
     pub(crate) feed: i32,
     /// The host chooses its tokens, from logits that come to it: a device cannot go on before it has.
     pub(crate) waits_for_choice: bool,
+    /// What may follow all of these: proposed, not chosen.
+    pub(crate) drafts: Vec<u32>,
     /// No further token once there are this many.
     pub(crate) max_total_tokens: usize,
     pub(crate) blocks: RequestBlocks,
@@ -71,6 +73,11 @@ impl Request {
         self.tokens.len() + self.num_pending
     }
 
+    /// Tokens that may follow, which the next step verifies as far as it has room for them.
+    pub fn drafts(&self) -> &[u32] {
+        &self.drafts
+    }
+
     /// Blocks held, in the order of the tokens.
     pub fn blocks(&self) -> &[u32] {
         &self.blocks.ids
@@ -94,6 +101,11 @@ impl Request {
     /// How often it lost its blocks to another.
     pub fn num_preemptions(&self) -> u32 {
         self.num_preemptions
+    }
+
+    /// Prompt and output together have no more tokens than these.
+    pub fn max_total_tokens(&self) -> usize {
+        self.max_total_tokens
     }
 
     /// Is there no room for another token, by its own limit or the context's?

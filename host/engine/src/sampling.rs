@@ -261,6 +261,17 @@ impl Sampler {
         }
     }
 
+    /// The number of the token at `index` of the output: what the draw after `index` others of a new sampler gives. Steps may ask for
+    /// it again, and in any order: a draft that was refused has taken nothing.
+    pub fn uniform(&self, index: usize) -> f64 {
+        if self.choice.temperature == 0.0 {
+            return 0.0;
+        }
+        let mut rng = self.rng.clone();
+        rng.advance(index as u128);
+        rng.random()
+    }
+
     /// The next token for a row of `vocab_size` logits: [`Sampler::draw`], then [`Sampler::sample_with`].
     ///
     /// # Errors

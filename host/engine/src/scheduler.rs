@@ -16,8 +16,11 @@
 //! (`num_pending`). Blocks that a request gives back meanwhile may be handed out at once, because a device runs steps in the order
 //! in which they were submitted.
 //!
+//! Behind a request's last token a row may have drafts (`drafts`), as far as budget and blocks are left.
+//!
 //! The scheduler must never know the model, a tensor, or a metadata builder.
 
+mod drafts;
 mod shares;
 mod tenant;
 
@@ -41,6 +44,8 @@ pub struct SchedulerLimits {
     pub max_num_batched_tokens: usize,
     /// Tokens of a request, prompt and output.
     pub max_model_len: usize,
+    /// Draft tokens of a row; 0 without speculation.
+    pub num_speculative_tokens: usize,
 }
 
 /// Why a request was refused before it started.
@@ -87,8 +92,10 @@ pub struct ScheduledRow {
     pub tenant: TenantIndex,
     /// The tenant's segment.
     pub segment: SegmentKey,
-    /// Tokens computed in this step, at least 1.
+    /// Tokens computed in this step, drafts included, at least 1.
     pub num_tokens: usize,
+    /// The last of them that are drafts.
+    pub num_drafts: usize,
     /// Place in the order in which rows were scheduled.
     rank: u32,
 }
@@ -111,7 +118,7 @@ impl Schedule {
         key: RequestKey,
         tenant: TenantIndex,
         segment: SegmentKey,
-        num_tokens: usize,
+        (num_tokens, num_drafts): (usize, usize),
     ) {
         let rank = self.rows.len() as u32;
         self.rows.push(ScheduledRow {
@@ -119,17 +126,19 @@ impl Schedule {
             tenant,
             segment,
             num_tokens,
+            num_drafts,
             rank,
         });
         self.num_tokens += num_tokens;
     }
 
-    /// Single-token rows first, then by length, ties as scheduled: the recorded runner's order for rows without drafts.
-    /// Unstable sorting with the rank as the last key, because stable sorting allocates.
-    fn order_rows(&mut self) {
+    /// Rows with drafts first, then those of a decode's length (`order_decodes_first` of the rule book), then by length, ties as
+    /// scheduled: the recorded runner's order. Unstable sorting with the rank as the last key, because stable sorting allocates.
+    fn order_rows(&mut self, decode_query_len: usize) {
         self.rows.sort_unstable_by_key(|row| {
-            let is_longer = row.num_tokens != 1;
-            (row.segment, is_longer, row.num_tokens, row.rank)
+            let has_none = row.num_drafts == 0;
+            let is_other = row.num_tokens != decode_query_len;
+            (row.segment, has_none, is_other, row.num_tokens, row.rank)
         });
     }
 }
@@ -290,6 +299,7 @@ impl Scheduler {
             num_pending: 0,
             feed: 0,
             waits_for_choice: false,
+            drafts: Vec::new(),
             max_total_tokens,
             blocks: RequestBlocks::rooted(owner.prefix_root),
             tenant: owner.tenant,
@@ -374,7 +384,8 @@ impl Scheduler {
             }
             self.charge();
         }
-        self.schedule.order_rows();
+        self.schedule
+            .order_rows(1 + self.limits.num_speculative_tokens);
         &self.schedule
     }
 
@@ -426,7 +437,8 @@ impl Scheduler {
         for &key in &self.running {
             let request = self.requests[key.index()].as_ref().expect("running");
             if !request.waits_for_token() {
-                self.tenants[request.tenant.index()].claim.demand += remaining(request);
+                self.tenants[request.tenant.index()].claim.demand +=
+                    remaining(request) + request.drafts.len();
             }
         }
         let free_rows = self.limits.max_num_seqs - self.running.len();
@@ -510,21 +522,24 @@ impl Scheduler {
                 self.preempt(victim);
             }
             if granted {
-                self.push_row(key, num_tokens, end);
+                let num_drafts = self.grow_for_drafts(index, end, part - num_tokens);
+                self.push_row(key, num_tokens, num_drafts, end);
                 index += 1;
             }
         }
     }
 
-    /// A row for a request that holds the blocks of its first `end` tokens.
-    fn push_row(&mut self, key: RequestKey, num_tokens: usize, end: usize) {
+    /// A row for a request that holds the blocks of its first `end` tokens, and of `num_drafts` after them.
+    fn push_row(&mut self, key: RequestKey, num_tokens: usize, num_drafts: usize, end: usize) {
         self.publish(key, end);
         let index = self.request(key).tenant;
         let tenant = &mut self.tenants[index.index()];
+        let num_tokens = num_tokens + num_drafts;
         tenant.left -= num_tokens;
         tenant.scheduled += num_tokens;
         let segment = tenant.segment();
-        self.schedule.push(key, index, segment, num_tokens);
+        self.schedule
+            .push(key, index, segment, (num_tokens, num_drafts));
     }
 
     fn schedule_waiting(&mut self) {
@@ -550,7 +565,7 @@ impl Scheduler {
                 break;
             }
             self.start(next, hit);
-            self.push_row(key, num_tokens, end);
+            self.push_row(key, num_tokens, 0, end);
         }
     }
 
@@ -587,7 +602,10 @@ impl Scheduler {
             row += usize::from(so_far > 0);
             let request = self.request(key);
             let tenant = request.tenant.index();
-            let more = (remaining(request) - so_far).min(self.budget());
+            // Drafts are what a row has beyond what remains: nothing of it is left over.
+            let more = remaining(request)
+                .saturating_sub(so_far)
+                .min(self.budget());
             let waits = request.waits_for_token();
             let end = request.num_computed + so_far + more;
             if self.tenants[tenant].waits || more == 0 || waits {
@@ -597,7 +615,7 @@ impl Scheduler {
                 continue;
             }
             if so_far == 0 {
-                self.push_row(key, more, end);
+                self.push_row(key, more, 0, end);
             } else {
                 self.publish(key, end);
                 self.schedule.rows[row - 1].num_tokens += more;
@@ -708,6 +726,7 @@ impl Scheduler {
         self.kv.release(&mut request.blocks);
         self.leave_running(&mut request);
         request.num_computed = 0;
+        request.drafts.clear();
         request.num_preemptions += 1;
         self.tenants[request.tenant.index()].waiting.push_front(key);
         self.requests[key.index()] = Some(request);

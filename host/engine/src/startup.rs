@@ -18,6 +18,7 @@ use crate::{
     attention::{Attention, AttentionPlan},
     config::{EngineConfig, EngineError},
     executor::{DeviceFacts, Executor, FullGraph, GraphPlan, capture_shape},
+    speculation::SpeculativeMethod,
 };
 
 /// What of this engine's configuration changes the graph mode before a builder is asked: a CPU captures no graphs.
@@ -54,7 +55,7 @@ impl Startup {
             engine.cudagraph_mode,
             &config_facts(plan.facts()),
             &supports,
-            &resolve_input(plan),
+            &resolve_input(engine, plan),
         );
         let changes: Vec<String> = cudagraph_mode
             .changes
@@ -74,7 +75,7 @@ impl Startup {
                 max_num_splits: engine.max_num_splits,
                 dcp_world_size: 1,
                 cp_kv_cache_interleave_size: 1,
-                num_speculative_tokens: 0,
+                num_speculative_tokens: engine.num_speculative_tokens() as u32,
                 selection_warnings: plan.selection_warnings(),
                 graph_mode_changes: &changes,
                 lse_bases: &[],
@@ -143,16 +144,16 @@ fn class_name(path: &str) -> &str {
     path.rsplit('.').next().unwrap_or(path)
 }
 
-/// One token a decode. Where graphs can be captured the model is cut at its attention layers, which is what a compiled model
+/// A decode has one token, and its drafts. Where graphs can be captured the model is cut at its attention layers, which is what a compiled model
 /// is to the rules.
-fn resolve_input(plan: &AttentionPlan) -> ResolveInput<'_> {
+fn resolve_input<'a>(engine: &EngineConfig, plan: &'a AttentionPlan) -> ResolveInput<'a> {
     let cut = plan.facts().captures_graphs();
     let capture_sizes = plan.capture_sizes();
     ResolveInput {
         mode: None,
         min_support: CudagraphSupport::Always,
         min_backend: None,
-        uniform_decode_query_len: 1,
+        uniform_decode_query_len: 1 + engine.num_speculative_tokens() as u32,
         attention_is_splitting_op: cut,
         compiled: cut,
         use_inductor_graph_partition: false,
@@ -168,6 +169,8 @@ fn resolve_input(plan: &AttentionPlan) -> ResolveInput<'_> {
 /// Steps in flight at most, as configured.
 pub(crate) fn depth(config: &EngineConfig, executor: &dyn Executor) -> Result<usize, EngineError> {
     match (config.async_scheduling, executor.depth()) {
+        // Drafts follow from tokens that the host knows.
+        _ if config.speculative.is_some() => Ok(1),
         (Some(false), _) => Ok(1),
         (Some(true), 1) => Err(EngineError::Setting {
             name: "async_scheduling",
@@ -186,9 +189,15 @@ pub(crate) fn graph_plan(
     attention: &mut Attention,
 ) -> Result<GraphPlan, EngineError> {
     let (mode, sizes) = startup.survived();
+    // With speculation decodes have all of their drafts, or, where nothing is proposed, none.
+    let longest = 1 + config.num_speculative_tokens() as u32;
+    let decode_query_lens = match config.speculative.map(|speculative| speculative.method) {
+        Some(SpeculativeMethod::Ngram) => vec![1, longest],
+        _ => vec![longest],
+    };
     let manager = CudagraphManager::new(&ManagerConfig {
         mode,
-        decode_query_lens: &[1],
+        decode_query_lens: &decode_query_lens,
         varlen_decode: false,
         max_num_reqs: config.max_num_seqs as u32,
         capture_sizes: sizes,

@@ -1,6 +1,6 @@
 //! Where a step's time went. Numbers only: nothing is formatted while steps run.
 
-use crate::{histogram::Histogram, output::FinishReason};
+use crate::{histogram::Histogram, output::FinishReason, speculation::MAX_SPECULATIVE_TOKENS};
 use std::{
     ops::AddAssign,
     time::{Duration, Instant},
@@ -178,6 +178,31 @@ pub const STEP_NS: [u64; 17] = [
     10_000_000_000,
 ];
 
+/// What became of drafts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SpeculationStats {
+    /// Rows that verified drafts.
+    pub num_drafts: u64,
+    /// Tokens that they verified.
+    pub num_draft_tokens: u64,
+    /// Of them, those that the model chose too.
+    pub num_accepted_tokens: u64,
+    /// Accepted tokens by their place among a row's drafts.
+    pub num_accepted_tokens_per_pos: [u64; MAX_SPECULATIVE_TOKENS],
+}
+
+impl SpeculationStats {
+    /// A row with drafts was computed.
+    pub(crate) fn count(&mut self, num_drafts: usize, num_accepted: usize) {
+        self.num_drafts += 1;
+        self.num_draft_tokens += num_drafts as u64;
+        self.num_accepted_tokens += num_accepted as u64;
+        for count in &mut self.num_accepted_tokens_per_pos[..num_accepted] {
+            *count += 1;
+        }
+    }
+}
+
 /// What the engine has done since it started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineStats {
@@ -191,6 +216,8 @@ pub struct EngineStats {
     pub tokens_computed: u64,
     /// Tokens sampled.
     pub tokens_sampled: u64,
+    /// Drafted and accepted tokens.
+    pub speculation: SpeculationStats,
     /// Times that a request lost its blocks to another.
     pub preemptions: u64,
     /// Prompt tokens looked up in the prefix cache.

@@ -29,6 +29,7 @@ fn row<'a>(num_computed: usize, tokens: &'a [u32], blocks: &'a [u32]) -> BatchRo
         num_computed,
         tokens,
         feed: None,
+        drafts: &[],
         blocks,
         is_prefilling: false,
         wants_logits: true,

@@ -8,6 +8,7 @@ mod recorded;
 mod reload;
 mod sampling;
 mod scheduler;
+mod speculation;
 mod tenants;
 mod tenants_scheduler;
 mod tiny_llama;

@@ -5,6 +5,7 @@ use timetable_engine::{
     batch::{BatchRow, BatchShape, InputBatch},
     kv::KvCacheManager,
     scheduler::{Scheduler, SchedulerLimits},
+    speculation::{SpeculativeConfig, SpeculativeMethod, TokenIndex},
 };
 
 use timetable_tests::trace::{self, Config, Step, Trace};
@@ -146,6 +147,7 @@ fn build_from_recorded_rows(name: &str) {
                 num_computed: seq_len - num_tokens,
                 tokens: &tokens,
                 feed: None,
+                drafts: &[],
                 blocks: &blocks,
                 is_prefilling: step.is_prefilling[row],
                 wants_logits: true,
@@ -170,6 +172,16 @@ fn recorded_rows_give_the_recorded_metadata() {
     }
 }
 
+/// How the recorded drafts were made: PROVENANCE.md says how that is known.
+fn speculative(trace: &Trace) -> Option<SpeculativeConfig> {
+    (trace.args.spec > 0).then_some(SpeculativeConfig {
+        method: SpeculativeMethod::NgramGpu,
+        num_speculative_tokens: trace.args.spec,
+        prompt_lookup_min: 1,
+        prompt_lookup_max: 3,
+    })
+}
+
 fn recorded_scheduler(trace: &Trace) -> Scheduler {
     let Config {
         block_size,
@@ -183,6 +195,7 @@ fn recorded_scheduler(trace: &Trace) -> Scheduler {
             max_num_seqs,
             max_num_batched_tokens,
             max_model_len,
+            num_speculative_tokens: trace.args.spec,
         },
         KvCacheManager::new(num_gpu_blocks, block_size, trace.args.prefix),
     )
@@ -192,18 +205,22 @@ fn recorded_scheduler(trace: &Trace) -> Scheduler {
 /// their order, chunk sizes, request indexes, blocks.
 fn replay(name: &str) {
     let trace = trace::load(name);
-    assert!(trace.model_runner_v2 && trace.args.spec == 0);
+    assert!(trace.model_runner_v2);
+    let lookup = speculative(&trace);
+    let mut indexes: Vec<Option<TokenIndex>> = Vec::new();
+    let mut drafts = Vec::new();
     let mut scheduler = recorded_scheduler(&trace);
     let mut batch = InputBatch::new(shape(&trace.config)).unwrap();
     let mut tally = Tally::default();
     for (prompt, output) in trace.prompts.iter().zip(&trace.outputs) {
         scheduler.add(prompt.clone(), Some(output.len())).unwrap();
+        indexes.push(lookup.map(|lookup| TokenIndex::new(&lookup, prompt.len())));
     }
     for (number, step) in trace.steps.iter().enumerate() {
         let rows = scheduler.schedule().rows.clone();
         batch.begin();
         for row in &rows {
-            batch.push_scheduled(scheduler.request(row.key), row.num_tokens);
+            batch.push_scheduled(scheduler.request(row.key), row);
         }
         compare(
             &mut tally,
@@ -220,10 +237,21 @@ fn replay(name: &str) {
             if request.num_computed() < request.tokens().len() {
                 continue;
             }
-            let token = trace.outputs[row.key.index()][request.output().len()];
-            scheduler.append(row.key, token);
-            if scheduler.request(row.key).is_at_limit() {
+            let output = &trace.outputs[row.key.index()][request.output().len()..];
+            let drafted = &request.drafts()[..row.num_drafts];
+            let accepted = drafted.iter().zip(output).take_while(|(a, b)| a == b);
+            let num_accepted = accepted.count();
+            scheduler.settle_drafts(row.key, row.num_drafts, num_accepted);
+            for &token in &output[..=num_accepted.min(output.len() - 1)] {
+                scheduler.append(row.key, token);
+            }
+            let request = scheduler.request(row.key);
+            if request.is_at_limit() {
                 scheduler.finish(row.key);
+            } else if let (Some(lookup), Some(index)) = (&lookup, &mut indexes[row.key.index()]) {
+                let most = trace.config.max_model_len - request.tokens().len();
+                lookup.propose(index, request.tokens(), most, &mut drafts);
+                scheduler.set_drafts(row.key, &drafts);
             }
         }
     }
@@ -238,4 +266,5 @@ fn replay(name: &str) {
 fn the_scheduler_schedules_what_was_recorded() {
     replay("llama_mrv2_f32");
     replay("llama_mrv2_f32_prefix");
+    replay("llama_mrv2_f32_spec3");
 }

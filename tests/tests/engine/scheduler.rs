@@ -13,6 +13,7 @@ fn scheduler(rows: usize, budget: usize, num_blocks: usize, block_size: usize) -
             max_num_seqs: rows,
             max_num_batched_tokens: budget,
             max_model_len: 64,
+            num_speculative_tokens: 0,
         },
         KvCacheManager::new(num_blocks, block_size, true),
     )

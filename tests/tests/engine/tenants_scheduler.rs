@@ -27,6 +27,7 @@ fn scheduler(
             max_num_seqs: rows,
             max_num_batched_tokens: budget,
             max_model_len: 4096,
+            num_speculative_tokens: 0,
         },
         KvCacheManager::new(num_blocks, 4, true),
         &tenants,
@@ -348,7 +349,7 @@ proptest! {
         requests in prop::collection::vec((0..3u32, 1..20usize, 1..16usize), 1..14),
     ) {
         let mut plain = Scheduler::new(
-            SchedulerLimits { max_num_seqs: rows, max_num_batched_tokens: budget, max_model_len: 4096 },
+            SchedulerLimits { max_num_seqs: rows, max_num_batched_tokens: budget, max_model_len: 4096, num_speculative_tokens: 0 },
             KvCacheManager::new(num_blocks, 4, true),
         );
         let mut tenants = scheduler((rows, budget, num_blocks), &[0.3, 2.0, 5.0], true, 1);

@@ -220,7 +220,7 @@ impl AttentionPlan {
                     .max_model_len
                     .unwrap_or(model.max_position_embeddings) as u32,
                 max_num_blocks_per_req: table_width as u32,
-                num_speculative_tokens: 0,
+                num_speculative_tokens: engine.num_speculative_tokens() as u32,
                 parallel_drafting: false,
             },
             cudagraph: CudagraphConfig {
@@ -285,7 +285,7 @@ fn capture_sizes(engine: &EngineConfig, facts: &DeviceFacts) -> Result<Vec<u32>,
         None => Ok(default_capture_sizes(&CaptureSizeConfig {
             max_num_seqs: engine.max_num_seqs as u32,
             max_num_batched_tokens,
-            decode_query_len: 1,
+            decode_query_len: 1 + engine.num_speculative_tokens() as u32,
             compute_capability_major: capability.major,
             interactivity: false,
         })),

@@ -6,6 +6,7 @@ use crate::{
     executor::RowSampling,
     output::RequestId,
     sampling::{Adjustment, Sampler, SamplingError, SamplingParams, StopMatcher, TokenLogprobs},
+    speculation::TokenIndex,
     tokenizer::{TextStream, Tokenizer},
 };
 
@@ -24,12 +25,14 @@ pub(super) struct Active {
     pub(super) adjustment: Option<Adjustment>,
     pub(super) forced: Vec<u32>,
     pub(super) text: Option<Text>,
+    /// Where its n-grams are, with speculation.
+    pub(super) index: Option<TokenIndex>,
 }
 
 impl Active {
     /// How the token at `index` of the output is chosen. Where the host does it, the device reads the row greedily and nobody
     /// looks at the result.
-    pub(super) fn sampling(&mut self, index: usize) -> RowSampling {
+    pub(super) fn sampling(&self, index: usize) -> RowSampling {
         let forced = self.forced.get(index).copied();
         let needs_host = self.params.needs_host();
         let logits = needs_host || self.params.logprobs.is_some();
@@ -46,7 +49,7 @@ impl Active {
             temperature: choice.temperature,
             top_p: choice.top_p,
             top_k: u32::try_from(choice.top_k).unwrap_or(u32::MAX),
-            uniform: self.sampler.draw(),
+            uniform: self.sampler.uniform(index),
             forced,
             logits,
         }
