@@ -419,6 +419,22 @@ pub struct SchedulingArgs {
     #[arg(long, overrides_with = "async_scheduling")]
     pub no_async_scheduling: bool,
 
+    /// Verify draft tokens beside each next one, from n-grams of the request: ngram, or ngram_gpu for decodes of one length
+    #[arg(long, value_name = "METHOD", value_parser = ["ngram", "ngram_gpu"])]
+    pub speculative_method: Option<String>,
+
+    /// Draft tokens of a decode, 1 to 16; with --speculative-method
+    #[arg(long, value_name = "N")]
+    pub num_speculative_tokens: Option<usize>,
+
+    /// Tokens of the shortest n-gram that is looked for [default: --prompt-lookup-max, else 5]
+    #[arg(long, value_name = "N")]
+    pub prompt_lookup_min: Option<usize>,
+
+    /// Tokens of the longest n-gram that is looked for [default: --prompt-lookup-min, else 5]
+    #[arg(long, value_name = "N")]
+    pub prompt_lookup_max: Option<usize>,
+
     /// Give a request the bits that it has when it runs alone, whatever else is in the batch; slower
     #[arg(long)]
     pub batch_invariant: bool,

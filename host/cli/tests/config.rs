@@ -312,6 +312,30 @@ fn each_bad_value_gets_one_error() {
             "[builders.FLASH_ATTN]\ncomponent = \"oci://x/y:latest\"",
             "builders.FLASH_ATTN.component",
         ),
+        (
+            "[engine]\nspeculative_method = \"ngram\"\nnum_speculative_tokens = 0",
+            "engine.num_speculative_tokens = 0: give a whole number of draft tokens, 1 to 16",
+        ),
+        (
+            "[engine]\nspeculative_method = \"ngram\"",
+            "num_speculative_tokens is not given, and speculative_method is ngram; give 1 to 16",
+        ),
+        (
+            "[engine]\nprompt_lookup_max = 4",
+            "prompt_lookup_max is given without speculative_method",
+        ),
+        (
+            "[engine]\nspeculative_method = \"ngram\"\nnum_speculative_tokens = 3\nprompt_lookup_min = 4\nprompt_lookup_max = 2",
+            "prompt_lookup_min is 4: it must not exceed prompt_lookup_max",
+        ),
+        (
+            "[engine]\nspeculative_method = \"ngram\"\nnum_speculative_tokens = 3\nasync_scheduling = true",
+            "async_scheduling is true: drafts follow from tokens",
+        ),
+        (
+            "[engine]\nspeculative_method = \"eagle\"",
+            "ngram, ngram_gpu",
+        ),
         ("[admin]\nstate_dir = \"\"", "give text: a directory"),
         ("[admin\n", "is not TOML"),
         (

@@ -42,7 +42,7 @@ struct Sizes {
     specs: Vec<KvCacheSpec>,
     /// Kernel blocks of one of the manager's.
     ratio: usize,
-    max_num_seqs: usize,
+    max_num_logits: usize,
     max_num_batched_tokens: usize,
     max_model_len: usize,
 }
@@ -91,7 +91,7 @@ impl CpuExecutor {
         let positions: Vec<i64> = (0..tokens)
             .map(|i| (i % sizes.max_model_len) as i64)
             .collect();
-        let logits_rows: Vec<usize> = (0..tokens.min(sizes.max_num_seqs)).collect();
+        let logits_rows: Vec<usize> = (0..tokens.min(sizes.max_num_logits)).collect();
         let mut logits = Vec::new();
         let mut layers = ProfileLayers {
             layers: &self.layers,
@@ -272,7 +272,7 @@ impl Executor for CpuExecutor {
                 .map(|group| group.kv_cache_spec.clone())
                 .collect(),
             ratio: shape.block_size / shape.kernel_block_size,
-            max_num_seqs: shape.max_num_seqs,
+            max_num_logits: shape.max_num_seqs * (1 + config.num_speculative_tokens()),
             max_num_batched_tokens: shape.max_num_batched_tokens,
             max_model_len: shape.max_model_len,
         });

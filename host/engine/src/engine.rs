@@ -684,36 +684,6 @@ impl Engine {
         self.spare.push(flight);
     }
 
-    fn emit(&mut self, flight: &Flight, results: &StepResults) {
-        let vocab_size = self.executor.model_config().vocab_size;
-        let (mut tokens, mut logits) = (&results.tokens[..], &results.logits[..]);
-        let mut chosen = std::mem::take(&mut self.chosen);
-        for row in flight.rows.iter().filter(|row| row.samples) {
-            let num_logits = row.num_logits() * usize::from(row.logits) * vocab_size;
-            let (of_row, logits_of_row);
-            (of_row, tokens) = tokens.split_at(row.num_logits());
-            (logits_of_row, logits) = logits.split_at(num_logits);
-            // The request ended while the step ran: a token before this one was its last, or somebody aborted it.
-            if !self.scheduler.is_current(row.key, row.epoch) {
-                continue;
-            }
-            let outcome = self.choose(row, of_row, logits_of_row, &mut chosen);
-            for (token, logprobs) in chosen.drain(..) {
-                self.emit_token(row.key, token, logprobs);
-                // Those after its last are nobody's.
-                if !self.scheduler.is_current(row.key, row.epoch) {
-                    break;
-                }
-            }
-            if let Err(error) = outcome
-                && self.scheduler.is_current(row.key, row.epoch)
-            {
-                self.end_with(row.key, error.into());
-            }
-        }
-        self.chosen = chosen;
-    }
-
     fn emit_token(&mut self, key: RequestKey, token: u32, logprobs: Option<Box<TokenLogprobs>>) {
         self.scheduler.append(key, token);
         self.stats.tokens_sampled += 1;

@@ -603,9 +603,7 @@ impl Scheduler {
             let request = self.request(key);
             let tenant = request.tenant.index();
             // Drafts are what a row has beyond what remains: nothing of it is left over.
-            let more = remaining(request)
-                .saturating_sub(so_far)
-                .min(self.budget());
+            let more = remaining(request).saturating_sub(so_far).min(self.budget());
             let waits = request.waits_for_token();
             let end = request.num_computed + so_far + more;
             if self.tenants[tenant].waits || more == 0 || waits {

@@ -192,6 +192,13 @@ pub struct SpeculationStats {
 }
 
 impl SpeculationStats {
+    /// [`SpeculationStats::num_accepted_tokens_per_pos`] up to the last place where any was accepted.
+    pub fn accepted_per_pos(&self) -> &[u64] {
+        let counts = &self.num_accepted_tokens_per_pos;
+        let len = counts.iter().take_while(|count| **count > 0).count();
+        &counts[..len]
+    }
+
     /// A row with drafts was computed.
     pub(crate) fn count(&mut self, num_drafts: usize, num_accepted: usize) {
         self.num_drafts += 1;

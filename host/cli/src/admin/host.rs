@@ -560,6 +560,12 @@ pub fn engine(stats: &EngineStats) -> Value {
         "fallback_steps": stats.fallback_steps,
         "tokens_computed": stats.tokens_computed,
         "tokens_sampled": stats.tokens_sampled,
+        "speculation": {
+            "num_drafts": stats.speculation.num_drafts,
+            "num_draft_tokens": stats.speculation.num_draft_tokens,
+            "num_accepted_tokens": stats.speculation.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": stats.speculation.accepted_per_pos(),
+        },
         "preemptions": stats.preemptions,
         "prompt_tokens": stats.prompt_tokens,
         "prefix_queries": stats.prefix_queries,

@@ -231,6 +231,7 @@ fn report(
         "fallback_steps": stats.fallback_steps,
         "failed_steps": stats.failed_steps,
         "preemptions": stats.preemptions,
+        "speculation": engine["speculation"],
         "prefix_cache": { "queried_tokens": stats.prefix_queries, "hit_tokens": stats.prefix_hits },
         "step_mean_us": mean_us(&engine["total_ns"]),
         "device_step_mean_us": mean_us(&engine["device_total_ns"]),

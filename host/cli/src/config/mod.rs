@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use timetable_attention::verify::Grant;
 use timetable_engine::{
     CacheSize, DeviceChoice, EngineConfig, EngineError, KvCacheDtype, ModelDtype, SlotConfig,
-    TenantConfig,
+    SpeculativeConfig, SpeculativeMethod, TenantConfig,
 };
 use timetable_provenance::{Fetched, ProvenancePolicy, Require, Source};
 use timetable_record::RecorderOptions;
@@ -147,6 +147,10 @@ pub struct EngineSettings {
     pub num_gpu_blocks_override: Option<usize>,
     pub memory_fraction: f64,
     pub gpu_memory_utilization: f64,
+    pub speculative_method: Option<String>,
+    pub num_speculative_tokens: Option<usize>,
+    pub prompt_lookup_min: Option<usize>,
+    pub prompt_lookup_max: Option<usize>,
     pub max_num_splits: u32,
     pub batch_invariant: bool,
     pub default_share: f64,
@@ -177,6 +181,10 @@ impl Default for EngineSettings {
             num_gpu_blocks_override: None,
             memory_fraction: 0.4,
             gpu_memory_utilization: 0.9,
+            speculative_method: None,
+            num_speculative_tokens: None,
+            prompt_lookup_min: None,
+            prompt_lookup_max: None,
             max_num_splits: engine.max_num_splits,
             batch_invariant: false,
             default_share: engine.default_share,
@@ -184,6 +192,43 @@ impl Default for EngineSettings {
             threads: None,
             nvtx: false,
         }
+    }
+}
+
+impl EngineSettings {
+    /// Speculation, as the field reads its settings: n-grams of one length, 5 if it is not given, where only one of two is.
+    fn speculative(&self) -> Result<Option<SpeculativeConfig>, String> {
+        let (min, max) = (self.prompt_lookup_min, self.prompt_lookup_max);
+        let Some(method) = &self.speculative_method else {
+            let given = [
+                ("num_speculative_tokens", self.num_speculative_tokens),
+                ("prompt_lookup_min", min),
+                ("prompt_lookup_max", max),
+            ];
+            let alone = given.iter().find(|(_, value)| value.is_some());
+            return match alone {
+                None => Ok(None),
+                Some((name, _)) => Err(format!(
+                    "{name} is given without speculative_method; name the method, ngram or ngram_gpu, or leave it out"
+                )),
+            };
+        };
+        let method = SpeculativeMethod::of(method).ok_or_else(|| {
+            format!("speculative_method is {method}; give ngram or ngram_gpu, or leave it out")
+        })?;
+        let num_speculative_tokens = self.num_speculative_tokens.ok_or_else(|| {
+            format!(
+                "num_speculative_tokens is not given, and speculative_method is {}; give 1 to 16",
+                method.name()
+            )
+        })?;
+        const USUAL: usize = 5;
+        Ok(Some(SpeculativeConfig {
+            method,
+            num_speculative_tokens,
+            prompt_lookup_min: min.or(max).unwrap_or(USUAL),
+            prompt_lookup_max: max.or(min).unwrap_or(USUAL),
+        }))
     }
 }
 
@@ -505,6 +550,7 @@ impl Config {
                 Some(blocks) => CacheSize::Blocks(blocks),
                 None => CacheSize::MemoryFraction(fraction),
             },
+            speculative: engine.speculative()?,
             max_num_splits: engine.max_num_splits,
             batch_invariant: engine.batch_invariant,
             tenants: self.tenants()?,

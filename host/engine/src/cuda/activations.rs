@@ -15,7 +15,7 @@ const ALIGNMENT: usize = 256;
 /// What to do where they do not fit.
 const REMEDY: &str = "lower --max-num-batched-tokens or --max-num-seqs";
 
-/// Addresses. T: tokens of the largest step; R: its rows.
+/// Addresses. T: tokens of the largest step; R: its rows of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Buffers {
     /// `[T, hidden]`: the residual stream.

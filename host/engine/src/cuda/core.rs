@@ -212,7 +212,7 @@ impl Core {
             for rows in warm_up_rows(tokens) {
                 self.forward.products(stream, rows)?;
             }
-            for rows in warm_up_rows(limits.max_num_reqs as u32) {
+            for rows in warm_up_rows(limits.max_num_logits as u32) {
                 self.forward.head(stream, rows, tokens)?;
                 self.forward.sample(stream, rows)?;
             }

@@ -86,7 +86,7 @@ impl PackScratch {
         self.sample_rows.extend(sampling.iter().map(sample_row));
         packer.sample_rows(
             ptrs.sample_rows,
-            ptrs.limits.max_num_reqs,
+            ptrs.limits.max_num_logits,
             &self.sample_rows,
         )
     }
@@ -141,8 +141,10 @@ pub(super) fn upload_size(
 ) -> UploadSize {
     let limits = ptrs.limits;
     let (rows, tokens) = (limits.max_num_reqs, limits.max_num_tokens);
+    let logits = limits.max_num_logits;
     let table = rows * limits.table_width.max(3 * MIN_RUN) * size_of::<i32>();
-    let of_rows = rows * (3 * size_of::<i32>() + size_of::<SampleRow>());
+    let of_rows =
+        rows * 2 * size_of::<i32>() + logits * (size_of::<i32>() + size_of::<SampleRow>());
     let of_tokens = tokens * (size_of::<i32>() + 2 * size_of::<i64>());
     // Padding between lists: at most 8 bytes each.
     let ops = FIXED_OPS + rows;

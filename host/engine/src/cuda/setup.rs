@@ -82,6 +82,9 @@ impl Parts {
             max_num_reqs: shape.max_num_seqs,
             max_num_tokens: shape.max_num_batched_tokens,
             table_width: setup.table_width,
+            // Every row verifies its drafts, or the step is full before.
+            max_num_logits: (shape.max_num_seqs * (1 + setup.config.num_speculative_tokens()))
+                .min(shape.max_num_batched_tokens.max(shape.max_num_seqs)),
         };
         let kv_dtype = setup
             .config
@@ -126,7 +129,7 @@ impl Parts {
             .map_err(|error| error.with_remedy("lower --max-num-seqs or --max-model-len"))?;
         let largest = LargestStep {
             tokens: limits.max_num_tokens,
-            rows: limits.max_num_reqs,
+            rows: limits.max_num_logits,
         };
         let activations = Activations::new(device, model, element, largest)?;
         let gemm = Gemm::new(device, USUAL_WORKSPACE)
@@ -199,7 +202,7 @@ pub(super) fn start(
     let workspaces = set_plan.workspaces(device, &parts.groups, &[])?;
     let upload = upload_size(&ptrs, &parts.groups, &workspaces);
     let ring = upload_ring(device, upload)?;
-    let flights = Flights::new(device, DEPTH, limits.max_num_reqs, parts.vocab_size)?;
+    let flights = Flights::new(device, DEPTH, limits.max_num_logits, parts.vocab_size)?;
     let stream = Stream::high_priority(device)?;
 
     let num_layers = parts.layer_groups.len();
@@ -277,7 +280,7 @@ pub(super) fn start(
         .collect();
     let running = Running {
         block_size: core.groups[0].block_size,
-        steps: StepState::new(groups.len(), max_segments, limits.max_num_reqs),
+        steps: StepState::new(groups.len(), max_segments, limits.max_num_logits),
         core,
         groups,
         set,
@@ -285,7 +288,7 @@ pub(super) fn start(
         manager: plan.manager.clone(),
         ring,
         flights,
-        scratch: PackScratch::new(limits.max_num_reqs),
+        scratch: PackScratch::new(limits.max_num_logits),
         stream,
     };
     Ok(Started {

@@ -6,6 +6,7 @@
 
 use super::{Engine, Flight, FlightRow};
 use crate::{
+    executor::StepResults,
     sampling::{SamplingError, TokenLogprobs},
     speculation::SpeculativeMethod,
 };
@@ -14,12 +15,43 @@ use crate::{
 pub(super) type Chosen = (u32, Option<Box<TokenLogprobs>>);
 
 impl Engine {
+    /// Gives the tokens of a step to its requests.
+    pub(super) fn emit(&mut self, flight: &Flight, results: &StepResults) {
+        let vocab_size = self.executor.model_config().vocab_size;
+        let (mut tokens, mut logits) = (&results.tokens[..], &results.logits[..]);
+        let mut chosen = std::mem::take(&mut self.chosen);
+        for row in flight.rows.iter().filter(|row| row.samples) {
+            let num_logits = row.num_logits() * usize::from(row.logits) * vocab_size;
+            let (of_row, logits_of_row);
+            (of_row, tokens) = tokens.split_at(row.num_logits());
+            (logits_of_row, logits) = logits.split_at(num_logits);
+            // The request ended while the step ran: a token before this one was its last, or somebody aborted it.
+            if !self.scheduler.is_current(row.key, row.epoch) {
+                continue;
+            }
+            let outcome = self.choose(row, of_row, logits_of_row, &mut chosen);
+            for (token, logprobs) in chosen.drain(..) {
+                self.emit_token(row.key, token, logprobs);
+                // Those after its last are nobody's.
+                if !self.scheduler.is_current(row.key, row.epoch) {
+                    break;
+                }
+            }
+            if let Err(error) = outcome
+                && self.scheduler.is_current(row.key, row.epoch)
+            {
+                self.end_with(row.key, error.into());
+            }
+        }
+        self.chosen = chosen;
+    }
+
     /// Sets `chosen` to the tokens of a row: the device's `tokens`, or the host's own from `logits`, up to the first that is not the
     /// draft in its place. The row's other drafts count as not computed from here on.
     ///
     /// # Errors
     /// Logits without a number, behind what was chosen.
-    pub(super) fn choose(
+    fn choose(
         &mut self,
         row: &FlightRow,
         tokens: &[Result<u32, SamplingError>],

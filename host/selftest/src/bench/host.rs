@@ -66,6 +66,7 @@ fn measure(gpu: &Gpu, name: &str, family: Family) -> Result<Costs, BenchError> {
         max_num_reqs: DECODES,
         max_num_tokens: DECODES,
         table_width: steps[1].0.tensors.block_table_width,
+        max_num_logits: DECODES,
     };
     // Both steps have the wider table.
     let steps = steps.map(|(mut step, _)| {

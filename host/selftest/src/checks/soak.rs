@@ -126,6 +126,7 @@ fn soak(
         max_num_reqs: MAX_REQS,
         max_num_tokens: MAX_TOKENS,
         table_width: MAX_LEN / case.shape.page + 1,
+        max_num_logits: MAX_REQS,
     };
     let shape = Shape {
         min_blocks: MAX_REQS * limits.table_width + 2,
@@ -300,6 +301,7 @@ mod tests {
                 max_num_reqs: MAX_REQS,
                 max_num_tokens: MAX_TOKENS,
                 table_width: MAX_LEN / case.shape.page + 1,
+                max_num_logits: MAX_REQS,
             };
             let shape = Shape {
                 min_blocks: MAX_REQS * limits.table_width + 2,

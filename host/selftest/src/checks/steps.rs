@@ -169,6 +169,7 @@ fn whole(
             max_num_reqs: batch.num_reqs(),
             max_num_tokens: batch.num_tokens(),
             table_width: batch.step.tensors.block_table_width,
+            max_num_logits: batch.num_reqs(),
         },
         scales: (&batch.k_scale, &batch.v_scale),
     };
@@ -253,6 +254,7 @@ fn graph(
         max_num_reqs: ROWS,
         max_num_tokens: ROWS,
         table_width: batch.step.tensors.block_table_width,
+        max_num_logits: ROWS,
     };
     let config = shape.config(
         32,

@@ -276,6 +276,7 @@ fn one(
         max_num_reqs: reqs + 2,
         max_num_tokens: tokens + 9,
         table_width: case.step.tensors.block_table_width,
+        max_num_logits: reqs + 2,
     };
     let buffers = StepBuffers::new(&gpu.device, limits)?;
     let ptrs = buffers.ptrs();

@@ -5,7 +5,7 @@ use super::{Kind, Metric, Of};
 /// Nanoseconds of a second.
 const NS: f64 = 1e9;
 
-pub(super) const METRICS: [Metric; 31] = [
+pub(super) const METRICS: [Metric; 35] = [
     Metric {
         name: "vllm:num_requests_running",
         kind: Kind::Gauge,
@@ -68,6 +68,39 @@ pub(super) const METRICS: [Metric; 31] = [
         help: "Requests that ended, by reason: stop, length, abort, error.",
         labels: &["finished_reason"],
         of: Of::Field(|engine, out| out.each("finished_reason", &engine["finished"], 1.0)),
+    },
+    Metric {
+        name: "vllm:spec_decode_num_drafts_total",
+        kind: Kind::Counter,
+        help: "Decodes that verified draft tokens.",
+        labels: &[],
+        of: Of::Field(|engine, out| out.number(&[], &engine["speculation"]["num_drafts"])),
+    },
+    Metric {
+        name: "vllm:spec_decode_num_draft_tokens_total",
+        kind: Kind::Counter,
+        help: "Draft tokens that were verified.",
+        labels: &[],
+        of: Of::Field(|engine, out| out.number(&[], &engine["speculation"]["num_draft_tokens"])),
+    },
+    Metric {
+        name: "vllm:spec_decode_num_accepted_tokens_total",
+        kind: Kind::Counter,
+        help: "Draft tokens that were accepted.",
+        labels: &[],
+        of: Of::Field(|engine, out| out.number(&[], &engine["speculation"]["num_accepted_tokens"])),
+    },
+    Metric {
+        name: "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        kind: Kind::Counter,
+        help: "Draft tokens that were accepted, by their place among a decode's drafts, from 0.",
+        labels: &["position"],
+        of: Of::Field(|engine, out| {
+            let counts = &engine["speculation"]["num_accepted_tokens_per_pos"];
+            for (position, count) in counts.as_array().into_iter().flatten().enumerate() {
+                out.number(&[("position", &position.to_string())], count);
+            }
+        }),
     },
     Metric {
         name: "vllm:iteration_tokens_total",

@@ -33,6 +33,7 @@ fn table() -> Value {
         "cudagraph_mode": { "configured": "FULL_AND_PIECEWISE", "survived": "NONE" },
         "engine": {
             "steps": 13, "failed_steps": 1, "fallback_steps": 2, "tokens_sampled": 20, "tokens_computed": 50, "prompt_tokens": 30,
+            "speculation": { "num_drafts": 6, "num_draft_tokens": 18, "num_accepted_tokens": 7, "num_accepted_tokens_per_pos": [4, 3] },
             "preemptions": 0, "running": 1, "waiting": 2, "prefix_queries": 5, "prefix_hits": 4, "kv_cache_usage": 0.5,
             "kv_cache_blocks": 255, "finished": { "stop": 1, "length": 2 },
             "step_tokens": { "count": 13, "sum": 50, "at_most": [[1, 0], [8, 13]] },
@@ -64,6 +65,8 @@ fn the_table_becomes_prometheus_text() {
         "vllm:num_requests_waiting{model_name=\"tiny\",engine=\"0\"} 2",
         "vllm:kv_cache_usage_perc{model_name=\"tiny\",engine=\"0\"} 0.5",
         "vllm:request_success_total{model_name=\"tiny\",engine=\"0\",finished_reason=\"length\"} 2",
+        "vllm:spec_decode_num_draft_tokens_total{model_name=\"tiny\",engine=\"0\"} 18",
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name=\"tiny\",engine=\"0\",position=\"1\"} 3",
         "vllm:iteration_tokens_total_bucket{model_name=\"tiny\",engine=\"0\",le=\"8\"} 13",
         "vllm:iteration_tokens_total_sum{model_name=\"tiny\",engine=\"0\"} 50",
         &format!("timetable_attention_backend_info{{{slot},kv_cache_group=\"0\"}} 30"),

@@ -3,6 +3,7 @@
 use super::{B, GIB, HOUR, KIB, MIB, MS, Setting, number, setting};
 use crate::config::kind::Kind;
 use crate::config::{COMPONENT_BYTES_MAX, names};
+use timetable_engine::speculation::{MAX_PROMPT_LOOKUP, MAX_SPECULATIVE_TOKENS};
 
 /// `[engine]`.
 pub const ENGINE: &[Setting] = &[
@@ -137,6 +138,50 @@ pub const ENGINE: &[Setting] = &[
         "What other processes on the GPU do not have.",
     )
     .flag("--gpu-memory-utilization"),
+    setting(
+        "engine.speculative_method",
+        Kind::OneOf(&["ngram", "ngram_gpu"]),
+        "Verify draft tokens beside each next one. ngram: what followed the last tokens where they occurred before. ngram_gpu: as many drafts for every decode, the last token again where nothing was found, so that full CUDA graphs serve them; the lookup runs on the host here too.",
+        "Drafts that are not accepted are computed for nothing; steps are not prepared ahead (async_scheduling).",
+    )
+    .flag("--speculative-method")
+    .unset("no speculation", "\"ngram\""),
+    setting(
+        "engine.num_speculative_tokens",
+        Kind::Count {
+            unit: "draft tokens",
+            min: 1,
+            max: MAX_SPECULATIVE_TOKENS as u64,
+        },
+        "Draft tokens of a decode at most; it goes with speculative_method.",
+        "A token of max_num_batched_tokens and a row of logits for each.",
+    )
+    .flag("--num-speculative-tokens")
+    .unset("no speculation", "3"),
+    setting(
+        "engine.prompt_lookup_min",
+        Kind::Count {
+            unit: "tokens",
+            min: 1,
+            max: MAX_PROMPT_LOOKUP as u64,
+        },
+        "Tokens of the shortest n-gram that is looked for; at most prompt_lookup_max.",
+        "Low: more drafts, and fewer of them accepted.",
+    )
+    .flag("--prompt-lookup-min")
+    .unset("prompt_lookup_max, else 5", "1"),
+    setting(
+        "engine.prompt_lookup_max",
+        Kind::Count {
+            unit: "tokens",
+            min: 1,
+            max: MAX_PROMPT_LOOKUP as u64,
+        },
+        "Tokens of the longest n-gram that is looked for.",
+        "Comparisons for each decode, 256 n-grams at most.",
+    )
+    .flag("--prompt-lookup-max")
+    .unset("prompt_lookup_min, else 5", "3"),
     setting(
         "engine.max_num_splits",
         number("splits"),

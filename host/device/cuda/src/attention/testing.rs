@@ -14,6 +14,7 @@ pub(crate) fn group(family: Family) -> GroupConfig {
         max_num_reqs: 64,
         max_num_tokens: 1024,
         table_width: 40,
+        max_num_logits: 64,
     };
     GroupConfig::new(
         family,

@@ -17,6 +17,8 @@ pub struct StepLimits {
     pub max_num_tokens: usize,
     /// W: columns of the block table, in kernel blocks.
     pub table_width: usize,
+    /// L: rows of logits, one for each row of the step, and for each draft token.
+    pub max_num_logits: usize,
 }
 
 /// Addresses of the step's tensors. Copied freely; owned by [`StepBuffers`].
@@ -38,11 +40,11 @@ pub struct StepPtrs {
     pub seq_lens: DevicePtr,
     /// `s32 [R, W]`
     pub block_table: DevicePtr,
-    /// `s32 [R]`: the token whose logits each row is sampled from.
+    /// `s32 [L]`: the token whose logits each row of them is of.
     pub logits_rows: DevicePtr,
-    /// [`SampleRow`] `[R]`
+    /// [`SampleRow`] `[L]`
     pub sample_rows: DevicePtr,
-    /// `s32 [R]`: the tokens that were sampled, in the order of the step's `logits_rows`.
+    /// `s32 [L]`: the tokens that were sampled, in the order of the step's `logits_rows`.
     pub sampled: DevicePtr,
     /// `s32 [R]`: 0 or 1, where `causal` is per request.
     pub causal: DevicePtr,
@@ -58,6 +60,7 @@ impl StepPtrs {
             max_num_reqs: rows,
             max_num_tokens: tokens,
             table_width,
+            max_num_logits: logits,
         } = limits;
         let mut end = 0_usize;
         let mut take = |elements: usize, size: usize| {
@@ -74,9 +77,9 @@ impl StepPtrs {
             query_start_loc: take(rows + 1, 4),
             seq_lens: take(rows, 4),
             block_table: take(rows * table_width, 4),
-            logits_rows: take(rows, 4),
-            sample_rows: take(rows, size_of::<SampleRow>()),
-            sampled: take(rows, 4),
+            logits_rows: take(logits, 4),
+            sample_rows: take(logits, size_of::<SampleRow>()),
+            sampled: take(logits, 4),
             causal: take(rows, 4),
         };
         (ptrs, end)
@@ -207,6 +210,7 @@ mod tests {
             max_num_reqs: 5,
             max_num_tokens: 70,
             table_width: 9,
+            max_num_logits: 15,
         };
         let (p, bytes) = StepPtrs::layout(limits, DevicePtr::from_raw(1 << 20));
         let mut spans = [
@@ -216,9 +220,9 @@ mod tests {
             (p.query_start_loc, 6 * 4),
             (p.seq_lens, 5 * 4),
             (p.block_table, 45 * 4),
-            (p.logits_rows, 5 * 4),
-            (p.sample_rows, 5 * 24),
-            (p.sampled, 5 * 4),
+            (p.logits_rows, 15 * 4),
+            (p.sample_rows, 15 * 24),
+            (p.sampled, 15 * 4),
             (p.causal, 5 * 4),
         ];
         spans.sort_by_key(|(ptr, _)| ptr.raw());

@@ -209,6 +209,7 @@ fn machine(step: &Step) -> Machine {
         max_num_reqs: 8,
         max_num_tokens: 512,
         table_width: tensors.block_table_width,
+        max_num_logits: 8,
     };
     let mut machine = Machine::new(limits, BLOCK);
     let parallel = &step.config.parallel;

@@ -121,6 +121,7 @@ mod tests {
             max_num_reqs: 3,
             max_num_tokens: 4,
             table_width: 40,
+            max_num_logits: 3,
         };
         let mut machine = Machine::new(limits, 16);
         let mut mirror = TableMirror::new(3, 40, 8);
