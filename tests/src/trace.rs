@@ -45,6 +45,8 @@ pub struct Step {
     pub slot_mapping: Vec<i64>,
     pub causal: bool,
     pub positions: Vec<i64>,
+    /// Drafts included, of some steps of the run with drafts.
+    pub token_ids: Option<Vec<i32>>,
     pub is_prefilling: Vec<bool>,
     pub seq_lens_cpu_upper_bound: Vec<i32>,
     pub req_idx: Option<Vec<u32>>,

@@ -48,13 +48,13 @@ pub fn run(arguments: &[String]) -> Result<()> {
 /// The default model, for the benchmarks that run it. Without a network the others can still be measured; the program says
 /// which were not.
 fn model_for(arguments: &[String]) -> Option<String> {
-    if !asked(arguments, "decode") {
+    if !["decode", "speculation"].iter().any(|name| asked(arguments, name)) {
         return None;
     }
     match crate::model() {
         Ok(path) => Some(path.to_string_lossy().into_owned()),
         Err(error) => {
-            eprintln!("xtask: no default model, decode is left out: {error:#}");
+            eprintln!("xtask: no default model, what runs it is left out: {error:#}");
             None
         }
     }

@@ -13,6 +13,7 @@ mod record;
 mod reload;
 pub mod serve;
 mod soak;
+mod speculation;
 mod tenants;
 mod verify;
 
@@ -131,6 +132,11 @@ pub static BENCHMARKS: [Benchmark; 11] = [
         name: "decode",
         what: "the default model through the whole engine, one stream, against llama.cpp and candle",
         measure: decode::measure,
+    },
+    Benchmark {
+        name: "speculation",
+        what: "tokens of a step with drafts over those without, the default model; what a proposal costs",
+        measure: speculation::measure,
     },
     Benchmark {
         name: "reload",

@@ -9,6 +9,7 @@ mod invariance;
 mod precision;
 mod reload;
 mod sampling;
+mod speculation;
 mod support;
 mod tenants;
 mod tokens;

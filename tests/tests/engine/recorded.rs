@@ -229,6 +229,10 @@ fn replay(name: &str) {
             step,
             trace.config.block_size,
         );
+        if let Some(recorded) = &step.token_ids {
+            let at = format!("step {number} token_ids");
+            tally.check(&at, &batch.token_ids(), &recorded.as_slice());
+        }
         scheduler.complete();
         let mut order = rows;
         order.sort_by_key(|row| row.key);

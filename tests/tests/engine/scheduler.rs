@@ -195,3 +195,47 @@ proptest! {
         prop_assert_eq!(scheduler.kv().pool().num_free(), num_blocks - 1);
     }
 }
+
+#[test]
+fn drafts_have_what_nobody_else_needs() {
+    let speculating = |budget, num_blocks| {
+        let limits = SchedulerLimits {
+            max_num_seqs: 3,
+            max_num_batched_tokens: budget,
+            max_model_len: 64,
+            num_speculative_tokens: 4,
+        };
+        Scheduler::new(limits, KvCacheManager::new(num_blocks, 4, true))
+    };
+    let rows = |scheduler: &mut Scheduler| -> Vec<(RequestKey, usize, usize)> {
+        let rows = &scheduler.schedule().rows;
+        rows.iter()
+            .map(|row| (row.key, row.num_tokens, row.num_drafts))
+            .collect()
+    };
+    // Six tokens a step: each row has its next one, and what is left goes to the first.
+    let mut scheduler = speculating(6, 40);
+    let [a, b, c] = [1, 2, 3].map(|token| scheduler.add(vec![token; 2], None).unwrap());
+    step(&mut scheduler);
+    for key in [a, b, c] {
+        scheduler.set_drafts(key, &[7; 4]);
+    }
+    assert_eq!(rows(&mut scheduler), [(a, 4, 3), (b, 1, 0), (c, 1, 0)]);
+    scheduler.complete();
+    // One of three was right: the row gave two tokens, of which the last is to be computed.
+    scheduler.settle_drafts(a, 3, 1);
+    scheduler.append(a, 7);
+    scheduler.append(a, 8);
+    let request = scheduler.request(a);
+    assert_eq!((request.num_computed(), request.tokens().len()), (4, 5));
+    assert!(request.drafts().is_empty());
+
+    // Two blocks are in use and one is free, which the second row needs for its next token.
+    let mut scheduler = speculating(64, 4);
+    let a = scheduler.add(vec![1; 3], Some(5)).unwrap();
+    let b = scheduler.add(vec![2; 4], Some(4)).unwrap();
+    step(&mut scheduler);
+    scheduler.set_drafts(a, &[7; 4]);
+    assert_eq!(rows(&mut scheduler), [(a, 1, 0), (b, 1, 0)]);
+    assert_eq!(scheduler.num_preemptions(), 0);
+}

@@ -202,6 +202,60 @@ fn a_seed_gives_the_same_tokens_with_speculation() {
     }
 }
 
+/// The host chooses these tokens, from logits that the tokens before them change: accepted drafts count among those.
+#[test]
+fn penalties_and_log_probabilities_are_those_without_speculation() {
+    let adjusted = || {
+        let requests = requests().into_iter().enumerate();
+        requests.map(|(index, request)| GenerationRequest {
+            params: SamplingParams {
+                temperature: 0.4 * (index % 2) as f32,
+                min_p: 0.05,
+                repetition_penalty: 0.9 + 0.05 * (index % 3) as f32,
+                presence_penalty: 0.01 * (index % 2) as f32,
+                logit_bias: vec![(7, -1.0)],
+                logprobs: Some(2),
+                seed: Some(index as u64),
+                ..request.params
+            },
+            ..request
+        })
+    };
+    let run = |engine: &mut Engine| {
+        let ids: Vec<_> = adjusted()
+            .map(|request| engine.add_request(request).unwrap())
+            .collect();
+        let mut answers = vec![Vec::new(); ids.len()];
+        while !engine.is_idle() {
+            engine.step();
+            for update in engine.take_updates() {
+                assert!(update.error.is_none(), "{:?}", update.error);
+                let request = ids.iter().position(|id| *id == update.id).unwrap();
+                let logprobs = update.logprobs.expect("they were asked for");
+                answers[request].push((update.token.unwrap(), logprobs));
+            }
+        }
+        answers
+    };
+    let base = config(64, 8, 16);
+    let expected = run(&mut plain(&base));
+    for method in METHODS {
+        let mut engine = plain(&with(&base, Some(lookup(method, 3))));
+        let found = run(&mut engine);
+        for (found, expected) in found.iter().zip(&expected) {
+            let tokens = |of: &[(u32, _)]| of.iter().map(|pair| pair.0).collect::<Vec<_>>();
+            assert_eq!(tokens(found), tokens(expected), "{method:?}");
+            for ((_, found), (_, expected)) in found.iter().zip(expected) {
+                assert!((found.logprob - expected.logprob).abs() < 1e-3);
+            }
+        }
+        assert!(
+            engine.stats().speculation.num_accepted_tokens > 0,
+            "{method:?}"
+        );
+    }
+}
+
 /// Records what the plain builder is given.
 struct Listening {
     plain: Box<dyn MetadataBuilder>,
