@@ -30,7 +30,14 @@ impl Engine {
                 continue;
             }
             let outcome = self.choose(row, of_row, logits_of_row, &mut chosen);
+            let mut rows = logits_of_row.chunks_exact(vocab_size);
             for (token, logprobs) in chosen.drain(..) {
+                if let (Some(observer), Some(logits)) = (&mut self.observer, rows.next())
+                    && let Some(active) = &self.active[row.key.index()]
+                {
+                    let index = self.scheduler.request(row.key).output().len();
+                    observer(active.id, index, logits);
+                }
                 self.emit_token(row.key, token, logprobs);
                 // Those after its last are nobody's.
                 if !self.scheduler.is_current(row.key, row.epoch) {
@@ -69,9 +76,6 @@ impl Engine {
         let mut outcome = Ok(());
         for (place, token) in tokens.iter().enumerate() {
             let (index, logits) = (first + place, logits.next());
-            if let (Some(observer), Some(logits)) = (&mut self.observer, logits) {
-                observer(active.id, index, logits);
-            }
             let scratch = &mut self.adjusted;
             let token = token.clone();
             match token.and_then(|token| active.choose(index, token, logits, scratch)) {
