@@ -111,6 +111,50 @@ fn llama_with_llama3_scaling_and_tied_embeddings_agrees_with_candle() {
     matters(&model, &logits, "rope_scaling");
 }
 
+/// What `tests/peers/transformers_logits.py` recorded.
+#[derive(serde::Deserialize)]
+struct Recorded {
+    prompt: Vec<u32>,
+    rows: Vec<usize>,
+    cases: Vec<RecordedCase>,
+}
+
+#[derive(serde::Deserialize)]
+struct RecordedCase {
+    family: String,
+    changes: Value,
+    seed: u64,
+    /// Of the rows.
+    logits: Vec<Vec<f32>>,
+}
+
+#[test]
+fn every_family_has_transformers_logits() {
+    let path = timetable_tests::drive::tests_dir().join("vectors/transformers_logits.json");
+    let text = std::fs::read_to_string(path).expect("the record");
+    let recorded: Recorded = serde_json::from_str(&text).expect("its form");
+    for case in &recorded.cases {
+        let what = format!("{} with {}", case.family, case.changes);
+        let model = random(&case.family, &case.changes, case.seed);
+        let mut model = through_directory(&model).expect("the model loads");
+        let prompt = std::slice::from_ref(&recorded.prompt);
+        let all = batched_logits(&mut model, prompt, 7).remove(0);
+        let ours = recorded.rows.iter().map(|&row| all[row].clone()).collect();
+        let difference = max_difference(&vec![case.logits.clone()], &vec![ours]);
+        eprintln!("{what}: largest logit difference {difference:e}");
+        // The record has five digits after the point.
+        assert!(difference <= 1e-4, "{what}: {difference:e}");
+    }
+    let families = ["llama", "mistral", "qwen2", "qwen3"];
+    for family in families {
+        let cases = recorded.cases.iter();
+        assert!(
+            cases.filter(|case| case.family == family).count() >= 2,
+            "{family}"
+        );
+    }
+}
+
 /// SmolLM's shape: nine heads, three of keys and values, so that no width is a power of two.
 #[test]
 fn smollm_agrees_with_candle() {

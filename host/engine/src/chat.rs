@@ -2,9 +2,14 @@
 //!
 //! Knows templates and texts, not tokens.
 
+mod conversation;
+mod python;
+
+pub use self::conversation::Conversation;
+
 use crate::model::{ModelError, Source};
 use crate::tokenizer::{Tokenizer, special, tokenizer_config};
-use minijinja::{Environment, ErrorKind, context};
+use minijinja::{Environment, Value as Variable, context};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::Path;
@@ -42,6 +47,8 @@ pub struct ChatTemplate {
 }
 
 const NAME: &str = "chat";
+/// The one that a model may have for conversations with tools, by the field's name.
+const TOOL_USE: &str = "tool_use";
 
 /// Steps that rendering may take. A template comes with a model, which may come from anywhere: a real one takes some hundred
 /// steps a message.
@@ -58,25 +65,32 @@ impl ChatTemplate {
     /// `NoTemplate` if the model has none, `Template` if it does not compile, `Model` if files cannot be read.
     pub fn load(model: impl AsRef<Path>) -> Result<Self, ChatError> {
         let path = model.as_ref();
-        let (source, bos, eos) = match Source::open(path)? {
+        let (sources, bos, eos) = match Source::open(path)? {
             Source::Gguf(file) => {
                 let tokenizer = Tokenizer::load(path)?;
                 let own = |t: Option<&str>| t.unwrap_or_default().to_owned();
                 let tokens = (own(tokenizer.bos_token()), own(tokenizer.eos_token()));
-                (file.text("tokenizer.chat_template"), tokens.0, tokens.1)
+                let template = |key: &str| file.text(&format!("tokenizer.chat_template{key}"));
+                ((template(""), template(".tool_use")), tokens.0, tokens.1)
             }
             Source::HuggingFace => {
                 let config = tokenizer_config(path)?;
-                let template = match std::fs::read_to_string(path.join("chat_template.jinja")) {
-                    Ok(text) => Some(text),
-                    Err(_) => template_of_config(&config),
-                };
+                let file = |name: &str| std::fs::read_to_string(path.join(name)).ok();
+                let templates = (
+                    file("chat_template.jinja").or_else(|| template_of_config(&config, "default")),
+                    file("additional_chat_templates/tool_use.jinja")
+                        .or_else(|| template_of_config(&config, TOOL_USE)),
+                );
                 let token = |key: &str| special(&config, key).unwrap_or_default();
-                (template, token("bos_token"), token("eos_token"))
+                (templates, token("bos_token"), token("eos_token"))
             }
         };
-        let source = source.ok_or_else(|| ChatError::NoTemplate(path.display().to_string()))?;
-        Self::new(source, bos, eos)
+        let none = || ChatError::NoTemplate(path.display().to_string());
+        let mut this = Self::new(sources.0.ok_or_else(none)?, bos, eos)?;
+        if let Some(source) = sources.1 {
+            this.add(TOOL_USE, &source)?;
+        }
+        Ok(this)
     }
 
     /// Compiles a template.
@@ -95,20 +109,20 @@ impl ChatTemplate {
         environment.set_lstrip_blocks(true);
         environment
             .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function(
-            "raise_exception",
-            |message: String| -> Result<String, minijinja::Error> {
-                Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-            },
-        );
-        environment
-            .add_template_owned(NAME, source)
-            .map_err(|e| template_error(&e))?;
-        Ok(Self {
+        python::add_to(&mut environment);
+        let mut this = Self {
             environment,
             bos_token,
             eos_token,
-        })
+        };
+        this.add(NAME, &source)?;
+        Ok(this)
+    }
+
+    fn add(&mut self, name: &'static str, source: &str) -> Result<(), ChatError> {
+        let source = python::without_generation_blocks(source);
+        let added = self.environment.add_template_owned(name, source);
+        added.map_err(|e| template_error(&e))
     }
 
     /// The prompt text of a conversation. With `add_generation_prompt` it ends where the assistant's answer begins.
@@ -121,21 +135,37 @@ impl ChatTemplate {
         messages: &[ChatMessage],
         add_generation_prompt: bool,
     ) -> Result<String, ChatError> {
+        let variables = context! { messages, add_generation_prompt };
+        self.render_with(NAME, variables)
+    }
+
+    /// As [`ChatTemplate::render`], with tools and whatever else the conversation has for the template. What the assistant is
+    /// to answer with a tool stays text: nothing here reads answers.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`].
+    pub fn render_conversation(&self, conversation: &Conversation) -> Result<String, ChatError> {
+        let tools = conversation.tools();
+        let has_own = tools.is_some() && self.environment.get_template(TOOL_USE).is_ok();
+        let name = if has_own { TOOL_USE } else { NAME };
+        let variables = context! {
+            messages => conversation.messages(),
+            tools,
+            add_generation_prompt => conversation.add_generation_prompt,
+        };
+        let further: Variable = conversation.variables().collect();
+        self.render_with(name, context! { ..variables, ..further })
+    }
+
+    fn render_with(&self, name: &str, variables: Variable) -> Result<String, ChatError> {
         let template = self
             .environment
-            .get_template(NAME)
+            .get_template(name)
             .map_err(|e| template_error(&e))?;
         let mut prompt = Bounded(Vec::new());
+        let tokens = context! { bos_token => self.bos_token, eos_token => self.eos_token };
         template
-            .render_captured_to(
-                context! {
-                    messages,
-                    add_generation_prompt,
-                    bos_token => self.bos_token,
-                    eos_token => self.eos_token,
-                },
-                &mut prompt,
-            )
+            .render_captured_to(context! { ..variables, ..tokens }, &mut prompt)
             .map_err(|e| template_error(&e))?;
         String::from_utf8(prompt.0).map_err(|e| ChatError::Template(e.to_string()))
     }
@@ -163,15 +193,13 @@ fn template_error(error: &minijinja::Error) -> ChatError {
     ChatError::Template(error.to_string())
 }
 
-/// A string, or a list of named templates of which `default` is taken.
-fn template_of_config(config: &Value) -> Option<String> {
+/// A string, which is `default`, or one of a list of named templates; of those the first stands for a `default` that is missing.
+fn template_of_config(config: &Value, name: &str) -> Option<String> {
     match &config["chat_template"] {
-        Value::String(text) => Some(text.clone()),
+        Value::String(text) => (name == "default").then(|| text.clone()),
         Value::Array(list) => {
-            let named = list
-                .iter()
-                .find(|t| t["name"] == "default")
-                .or(list.first())?;
+            let first = list.first().filter(|_| name == "default");
+            let named = list.iter().find(|t| t["name"] == name).or(first)?;
             named["template"].as_str().map(str::to_owned)
         }
         _ => None,
@@ -221,6 +249,85 @@ mod tests {
             .expect_err("refused")
             .to_string();
         assert!(refused.contains("begin with the user"), "{refused}");
+    }
+
+    /// What `tests/peers/chat_templates.py` recorded of transformers.
+    #[test]
+    fn conversations_with_tools_are_rendered_as_transformers_renders_them() {
+        let path = repository_file("tests/vectors/chat_templates.json");
+        let recorded: Value =
+            serde_json::from_slice(&std::fs::read(path).expect("it is there")).expect("it is JSON");
+        let text = |value: &Value| value.as_str().expect("a text").to_owned();
+        let cases = recorded["cases"].as_array().expect("cases");
+        assert!(cases.len() >= 24);
+        for case in cases {
+            let name = text(&case["template"]);
+            let source = text(&recorded["templates"][&name]);
+            let template = ChatTemplate::new(source, "<s>".to_owned(), "</s>".to_owned());
+            let template = template.expect("it compiles");
+            let conversation = Conversation::from_request(text(&case["request"]).as_bytes());
+            let found = template.render_conversation(&conversation.expect("a request"));
+            let what = format!("{name}, {}", case["id"]);
+            match (found, &case["text"], &case["error"]) {
+                (Ok(found), Value::String(expected), _) => assert_eq!(found, *expected, "{what}"),
+                (Err(found), _, Value::String(expected)) => {
+                    assert!(found.to_string().contains(expected), "{what}: {found}");
+                }
+                (found, ..) => panic!("{what}: {found:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_template_of_its_own_serves_conversations_with_tools() {
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text);
+        write("config.json", "{}").expect("written");
+        let templates = r#"{"chat_template": [{"name": "tool_use", "template": "{{ tools | length }} tools"},
+            {"name": "default", "template": "no tools"}]}"#;
+        write("tokenizer_config.json", templates).expect("written");
+        let template = ChatTemplate::load(dir.path()).expect("it compiles");
+        let render = |tools: &str| {
+            let request = format!(r#"{{"messages": [], "tools": {tools}}}"#);
+            let conversation = Conversation::from_request(request.as_bytes()).expect("a request");
+            template
+                .render_conversation(&conversation)
+                .expect("renders")
+        };
+        assert_eq!(render("[{}, {}]"), "2 tools");
+        assert_eq!(
+            (render("[]"), render("null")),
+            ("no tools".to_owned(), "no tools".to_owned())
+        );
+    }
+
+    #[test]
+    fn bad_conversations_and_templates_that_ask_too_much_are_refused() {
+        assert!(Conversation::from_request(b"{}").is_err());
+        assert!(Conversation::from_request(b"{\"messages\": 3}").is_err());
+        let deep = format!("{{\"messages\": {}", "[".repeat(100_000));
+        assert!(Conversation::from_request(deep.as_bytes()).is_err());
+        // Messages need not be objects: what becomes of them is the template's affair, and never a crash.
+        let odd = br#"{"messages": [1, [], {"content": [1, {"text": 2}], "tool_calls": [1, {"function": 2}]}]}"#;
+        let odd = Conversation::from_request(odd).expect("JSON");
+        let compile = |source: &str| {
+            ChatTemplate::new(source.to_owned(), String::new(), String::new()).expect("it compiles")
+        };
+        assert!(
+            compile("{{ messages | length }}")
+                .render_conversation(&odd)
+                .is_ok()
+        );
+        for source in [
+            "{{ messages | tojson(indent=1000000000) }}",
+            "{{ messages | tojson(separators=',') }}",
+            "{{ strftime_now('%Q') }}",
+            "{{ '{:1000000000}'.format(1) }}",
+            "{% for i in range(100000000) %}x{% endfor %}",
+        ] {
+            let error = compile(source).render_conversation(&odd).expect_err(source);
+            assert!(matches!(error, ChatError::Template(_)), "{source}: {error}");
+        }
     }
 
     #[test]

@@ -150,3 +150,46 @@ impl Naming {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{
+        gguf::GgufFile,
+        testing::{GgufBuilder, repository_file},
+    };
+    use super::*;
+
+    /// What `tests/peers/gguf_types.py` recorded: the values that another reader of the format finds in the same bytes.
+    #[test]
+    fn every_tensor_type_has_the_values_that_gguf_says() {
+        let path = repository_file("tests/vectors/gguf_types.json");
+        let recorded = std::fs::read(path).expect("it is there");
+        let recorded: serde_json::Value = serde_json::from_slice(&recorded).expect("it is JSON");
+        let types = recorded["types"].as_array().expect("types");
+        assert!(types.len() >= 12);
+        for kind in types {
+            let hex = kind["bytes"].as_str().expect("hexadecimal");
+            let byte = |at: usize| u8::from_str_radix(&hex[at..at + 2], 16).expect("hexadecimal");
+            let bytes: Vec<u8> = (0..hex.len()).step_by(2).map(byte).collect();
+            let expected = kind["values"].as_array().expect("values");
+            let number = kind["type"].as_u64().expect("a type") as u32;
+            let file = GgufBuilder::new()
+                .tensor("t", &[1, expected.len()], number, bytes)
+                .write();
+            let file = GgufFile::open(file.path()).expect("it opens");
+            let found = file
+                .expect("t", &[1, expected.len()])
+                .expect("the tensor")
+                .to_f32();
+            for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+                let expected = expected.as_f64().expect("a number") as f32;
+                let bound = 1e-6 * expected.abs().max(1e-3);
+                assert!(
+                    (found - expected).abs() <= bound,
+                    "{}, value {index}: {found}, not {expected}",
+                    kind["name"]
+                );
+            }
+        }
+    }
+}
