@@ -217,7 +217,7 @@ TOOLS = [
 CALL = {
     "id": "abcdefghi",
     "type": "function",
-    "function": {"name": "get_weather", "arguments": '{"place": "Zürich <1>", "days": 2, "a": [1, {"z": 1.5, "b": null}]}'},
+    "function": {"name": "get_weather", "arguments": '{"place": "Zürich <1>", "days": 2, "a": [1, 2.5, null, true]}'},
 }
 
 REQUESTS = {

@@ -140,7 +140,8 @@ impl ChatTemplate {
     }
 
     /// As [`ChatTemplate::render`], with tools and whatever else the conversation has for the template. What the assistant is
-    /// to answer with a tool stays text: nothing here reads answers.
+    /// to answer with a tool stays text: nothing here reads answers. Texts in a list or an object that a template shows without
+    /// `tojson` have double quotes, where Python's have single ones.
     ///
     /// # Errors
     /// As [`ChatTemplate::render`].
@@ -151,7 +152,7 @@ impl ChatTemplate {
         let variables = context! {
             messages => conversation.messages(),
             tools,
-            add_generation_prompt => conversation.add_generation_prompt,
+            add_generation_prompt => conversation.add_generation_prompt(),
         };
         let further: Variable = conversation.variables().collect();
         self.render_with(name, context! { ..variables, ..further })

@@ -3,7 +3,7 @@
 //! Must never know: HTTP, or how an answer is written.
 
 use serde_json::Value;
-use timetable_engine::chat::ChatMessage;
+use timetable_engine::chat::Conversation;
 use timetable_engine::sampling::MAX_LOGPROBS;
 
 use crate::error::ApiError;
@@ -14,6 +14,8 @@ use crate::model::ServedModel;
 const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 /// Messages of one conversation, at most.
 const MESSAGES_MAX: usize = 4096;
+/// Tools, at most.
+const TOOLS_MAX: usize = 128;
 
 /// Reads a body; renders its conversation and tokenises it.
 pub fn read(body: &[u8], model: &ServedModel) -> Result<Generation, ApiError> {
@@ -43,7 +45,7 @@ pub fn read(body: &[u8], model: &ServedModel) -> Result<Generation, ApiError> {
         return Err(ApiError::field("max_tokens", message));
     }
     let asked = newer.or(older).map(|tokens| tokens as usize);
-    let tokens = conversation(&mut fields, model)?;
+    let tokens = conversation(&mut fields, body, model)?;
     Ok(Generation {
         prompts: vec![prompt(model, tokens, asked, None)?],
         n,
@@ -54,95 +56,101 @@ pub fn read(body: &[u8], model: &ServedModel) -> Result<Generation, ApiError> {
     })
 }
 
-/// The token ids of `messages`, rendered by the model's template.
-pub fn conversation(fields: &mut Fields, model: &ServedModel) -> Result<Vec<u32>, ApiError> {
+/// The token ids of `messages`, rendered by the model's template with `tools` and `chat_template_kwargs`. Members keep the
+/// order that they have in the body, since templates write tools out.
+pub fn conversation(
+    fields: &mut Fields,
+    body: &[u8],
+    model: &ServedModel,
+) -> Result<Vec<u32>, ApiError> {
     let wanted = format!("a list of 1 to {MESSAGES_MAX} messages");
-    let messages = match fields.take("messages") {
+    match fields.take("messages") {
         None => {
             return Err(ApiError::field(
                 "messages",
                 format!("`messages` is missing; give {wanted}"),
             ));
         }
-        Some(Value::Array(list)) if !list.is_empty() && list.len() <= MESSAGES_MAX => list,
+        Some(Value::Array(list)) if !list.is_empty() && list.len() <= MESSAGES_MAX => {
+            for (index, message) in list.iter().enumerate() {
+                check_message(index, message)?;
+            }
+        }
         Some(other) => return Err(wrong("messages", &other, &wanted)),
-    };
-    let messages = messages
-        .into_iter()
-        .enumerate()
-        .map(|(index, message)| read_message(index, message))
-        .collect::<Result<Vec<_>, _>>()?;
-    let generation = fields.flag("add_generation_prompt")?.unwrap_or(true);
+    }
+    check_tools(fields)?;
+    fields.object("chat_template_kwargs")?;
+    fields.flag("add_generation_prompt")?;
+    let special = fields.flag("add_special_tokens")?.unwrap_or(false);
     let template = model.template.as_ref();
     let template =
         template.map_err(|error| ApiError::unsupported("messages", error.to_string()))?;
-    let text = template.render(&messages, generation);
-    let text = text.map_err(|error| ApiError::field("messages", error.to_string()))?;
+    let field = |error: String| ApiError::field("messages", error);
+    let conversation =
+        Conversation::from_request(body).map_err(|error| field(error.to_string()))?;
+    let text = template.render_conversation(&conversation);
+    let text = text.map_err(|error| field(error.to_string()))?;
     // The template writes the special tokens.
-    let special = fields.flag("add_special_tokens")?.unwrap_or(false);
     let tokens = model.tokenizer.encode(&text, special);
-    tokens.map_err(|error| ApiError::field("messages", error.to_string()))
+    tokens.map_err(|error| field(error.to_string()))
 }
 
-fn read_message(index: usize, message: Value) -> Result<ChatMessage, ApiError> {
-    let name = format!("messages[{index}]");
-    let Value::Object(mut members) = message else {
-        return Err(wrong(
-            &name,
-            &message,
-            "an object with a role and a content",
-        ));
-    };
-    let role = match members.remove("role") {
-        Some(Value::String(role)) if ROLES.contains(&role.as_str()) => match &*role {
-            // Its newer name, which templates do not know.
-            "developer" => "system".to_owned(),
-            _ => role,
-        },
-        other => {
-            let role = other.unwrap_or(Value::Null);
-            return Err(wrong(
-                &format!("{name}.role"),
-                &role,
-                &format!("one of {}", ROLES.join(", ")),
-            ));
-        }
-    };
-    let content = content(&name, members.remove("content").unwrap_or(Value::Null))?;
-    Ok(ChatMessage { role, content })
-}
-
-/// A message's text: as it is, or its parts put together.
-fn content(name: &str, content: Value) -> Result<String, ApiError> {
-    let name = format!("{name}.content");
-    match content {
-        Value::String(text) => Ok(text),
-        Value::Null => Ok(String::new()),
-        Value::Array(parts) => {
-            let mut texts = Vec::new();
-            for part in &parts {
-                match (part["type"].as_str(), part["text"].as_str()) {
-                    (Some("text"), Some(text)) => texts.push(text),
-                    (Some("text"), None) | (None, _) => {
-                        return Err(wrong(
-                            &name,
-                            part,
-                            "parts as {\"type\": \"text\", \"text\": …}",
-                        ));
-                    }
-                    (Some(kind), _) => {
-                        let kind: String = kind.chars().take(40).collect();
-                        return Err(ApiError::unsupported(
-                            &name,
-                            format!(
-                                "`{name}` has a part of type `{kind}`: this model reads text only"
-                            ),
-                        ));
-                    }
-                }
-            }
-            Ok(texts.join("\n"))
-        }
-        other => Err(wrong(&name, &other, "a string or a list of parts")),
+/// Tools go to the template, and what the model answers with them stays text.
+fn check_tools(fields: &mut Fields) -> Result<(), ApiError> {
+    let wanted = format!("a list of at most {TOOLS_MAX} objects");
+    match fields.take("tools") {
+        None => {}
+        Some(Value::Array(list))
+            if list.len() <= TOOLS_MAX && list.iter().all(Value::is_object) => {}
+        Some(other) => return Err(wrong("tools", &other, &wanted)),
     }
+    let is_free = |choice: &Value| choice == "auto" || choice == "none";
+    let why = "this server leaves tool calls as text, and cannot force one; give \"auto\" or leave it out";
+    fields.refuse("tool_choice", is_free, why)
+}
+
+fn check_message(index: usize, message: &Value) -> Result<(), ApiError> {
+    let name = format!("messages[{index}]");
+    if !message.is_object() {
+        return Err(wrong(&name, message, "an object with a role and a content"));
+    }
+    let role = &message["role"];
+    if !role.as_str().is_some_and(|role| ROLES.contains(&role)) {
+        return Err(wrong(
+            &format!("{name}.role"),
+            role,
+            &format!("one of {}", ROLES.join(", ")),
+        ));
+    }
+    check_content(&name, &message["content"])
+}
+
+/// A message's text: as it is, or in parts, or none.
+fn check_content(name: &str, content: &Value) -> Result<(), ApiError> {
+    let name = format!("{name}.content");
+    let parts = match content {
+        Value::String(_) | Value::Null => return Ok(()),
+        Value::Array(parts) => parts,
+        other => return Err(wrong(&name, other, "a string or a list of parts")),
+    };
+    for part in parts {
+        match (part["type"].as_str(), part["text"].as_str()) {
+            (Some("text"), Some(_)) => {}
+            (Some("text"), None) | (None, _) => {
+                return Err(wrong(
+                    &name,
+                    part,
+                    "parts as {\"type\": \"text\", \"text\": …}",
+                ));
+            }
+            (Some(kind), _) => {
+                let kind: String = kind.chars().take(40).collect();
+                return Err(ApiError::unsupported(
+                    &name,
+                    format!("`{name}` has a part of type `{kind}`: this model reads text only"),
+                ));
+            }
+        }
+    }
+    Ok(())
 }

@@ -21,7 +21,7 @@ pub fn tokenize(body: &[u8], model: &ServedModel) -> Result<Value, ApiError> {
             let tokens = model.tokenizer.encode(&prompt, special);
             tokens.map_err(|error| ApiError::field("prompt", error.to_string()))?
         }
-        None if fields.has("messages") => chat::conversation(&mut fields, model)?,
+        None if fields.has("messages") => chat::conversation(&mut fields, body, model)?,
         None => {
             let message = "`prompt` is missing; give a string, or `messages`";
             return Err(ApiError::field("prompt", message));

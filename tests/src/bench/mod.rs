@@ -12,6 +12,7 @@ mod peer;
 mod record;
 mod reload;
 pub mod serve;
+mod serve_overhead;
 mod soak;
 mod speculation;
 mod tenants;
@@ -107,7 +108,7 @@ pub struct Benchmark {
 }
 
 /// All of them, in the order in which they run.
-pub static BENCHMARKS: [Benchmark; 11] = [
+pub static BENCHMARKS: [Benchmark; 13] = [
     Benchmark {
         name: "build",
         what: "a component's `build` of decode steps, and its native twin's in turn",
@@ -167,6 +168,11 @@ pub static BENCHMARKS: [Benchmark; 11] = [
         name: "serve",
         what: "200 streaming clients of a server whose builders are replaced every second; fails if an answer is wrong or lost",
         measure: serve::measure,
+    },
+    Benchmark {
+        name: "serve-overhead",
+        what: "what the HTTP server costs a token beside the engine alone, 32 streams; half a minute",
+        measure: serve_overhead::measure,
     },
 ];
 

@@ -18,13 +18,8 @@ pub struct Conversation {
     tools: Option<Vec<Node>>,
     #[serde(default)]
     chat_template_kwargs: Option<Node>,
-    /// Does the text end where the assistant's answer begins?
-    #[serde(default = "yes")]
-    pub add_generation_prompt: bool,
-}
-
-fn yes() -> bool {
-    true
+    #[serde(default)]
+    add_generation_prompt: Option<bool>,
 }
 
 impl Conversation {
@@ -40,6 +35,11 @@ impl Conversation {
             message.normalise();
         }
         Ok(this)
+    }
+
+    /// Does the text end where the assistant's answer begins? Unless the request says no.
+    pub(super) fn add_generation_prompt(&self) -> bool {
+        self.add_generation_prompt.unwrap_or(true)
     }
 
     /// For templates, which ask whether there are tools.

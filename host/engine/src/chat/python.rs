@@ -83,7 +83,9 @@ fn write_json(
     let separator = if indent.is_some() { "," } else { ", " };
     match value.kind() {
         ValueKind::Undefined | ValueKind::None => out.push_str("null"),
-        ValueKind::Bool | ValueKind::Number => out.push_str(&value.to_string()),
+        // Shown by itself it is Python's `True`.
+        ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+        ValueKind::Number => out.push_str(&value.to_string()),
         ValueKind::Seq | ValueKind::Iterable => {
             out.push('[');
             let mut is_empty = true;

@@ -179,6 +179,13 @@ impl ModelConfig {
             })
         };
 
+        if let Some(parts) = file.uint("split.count").filter(|n| *n > 1) {
+            return Err(unsupported(
+                path,
+                format!("one of {parts} parts of a model"),
+                "merge the parts into one file (llama-gguf-split --merge)",
+            ));
+        }
         if let Some(experts) = file.uint(&key("expert_count")).filter(|n| *n > 0) {
             return Err(unsupported(
                 path,

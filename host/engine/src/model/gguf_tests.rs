@@ -122,6 +122,11 @@ fn missing_and_misshapen_parts_are_named() {
         text.contains("unknown architecture 'mamba'") && text.contains("qwen3"),
         "{text}"
     );
+    let text = refusal(&base.clone().uint("split.count", 3).bytes());
+    assert!(
+        text.contains("one of 3 parts") && text.contains("merge"),
+        "{text}"
+    );
     let text = refusal(&base.clone().without_tensor("blk.1.ffn_up.weight").bytes());
     assert!(text.contains("'blk.1.ffn_up.weight' is missing"), "{text}");
     let text = refusal(&base.clone().without_tensor("token_embd.weight").bytes());
