@@ -9,8 +9,8 @@ use crate::process::{heading, run_with};
 
 /// About 100 MB to fetch, 350 MB installed.
 const PACKAGES: [&str; 2] = ["chromium", "chromium-driver"];
-/// How long the index and the packages may take together, as `timeout` takes it.
-const PATIENCE: &str = "15m";
+/// How long the index may take, and the packages, each as `timeout` takes it.
+const PATIENCE: &str = "8m";
 
 /// Sees to it that there is one. Elsewhere than in CI the test is left out without it, and says so.
 pub fn for_tests() -> Result<()> {

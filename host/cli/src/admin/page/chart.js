@@ -154,19 +154,25 @@ export class Chart {
   }
 
   read(seen) {
-    const step = seen.find(({ step }) => step === this.chosen);
-    if (!step) return write(this.readout, 'Point at a step to read it.');
-    const parts = PARTS.filter((part) => step.ns[part] > 0).map((part) => `${part} ${time(step.ns[part])}`);
-    const device = Object.entries(step.device_ns).filter(([, ns]) => ns > 0).map(([part, ns]) => `${part} ${time(ns)}`);
-    const total = PARTS.reduce((sum, part) => sum + step.ns[part], 0);
-    write(this.readout, [
-      `Step ${count(step.step)}: ${time(total)}, ${plural(step.requests, 'request')}, ${plural(step.tokens, 'token')}`,
-      parts.join(', '),
-      ...(device.length ? [`on the device: ${device.join(', ')}`] : []),
-      ...(step.fell_back ? ['the plain builder served after a fault'] : []),
-      ...(step.failed ? ['requests failed'] : []),
-    ].join(' · '));
+    const index = seen.findIndex(({ step }) => step === this.chosen);
+    const text = index < 0 ? 'Point at a step to read it.' : describe(seen[index]);
+    write(this.readout, text);
+    const said = { valuemax: Math.max(1, seen.length), valuenow: index < 0 ? Math.max(1, seen.length) : index + 1, valuetext: text };
+    for (const [name, value] of Object.entries(said)) this.canvas.setAttribute(`aria-${name}`, value);
   }
+}
+
+function describe(step) {
+  const of = (times, names) => names.filter((name) => times[name] > 0).map((name) => `${name} ${time(times[name])}`).join(', ');
+  const device = of(step.device_ns, Object.keys(step.device_ns));
+  const total = PARTS.reduce((sum, part) => sum + step.ns[part], 0);
+  return [
+    `Step ${count(step.step)}: ${time(total)}, ${plural(step.requests, 'request')}, ${plural(step.tokens, 'token')}`,
+    of(step.ns, PARTS),
+    ...(device ? [`on the device: ${device}`] : []),
+    ...(step.fell_back ? ['the plain builder served after a fault'] : []),
+    ...(step.failed ? ['requests failed'] : []),
+  ].join(' · ');
 }
 
 const plural = (number, what) => `${count(number)} ${what}${number === 1 ? '' : 's'}`;
