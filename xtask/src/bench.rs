@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::process::{cargo_program, heading, run_with};
+use crate::process::{cargo, cargo_program, heading, run_with};
 
 pub fn run(arguments: &[String]) -> Result<()> {
     crate::wasm_target()?;
@@ -24,6 +24,12 @@ pub fn run(arguments: &[String]) -> Result<()> {
     if let Some(model) = &model {
         environment.push(("TIMETABLE_MODEL", model));
     }
+    let program = crate::host();
+    if asked(arguments, "serve") {
+        // As users have it, in the target directory that they have.
+        cargo(&["build", "--release", "--workspace", "--bin", "timetable"])?;
+        environment.push(("TIMETABLE_PROGRAM", &program));
+    }
     let mut cargo = vec![
         "run",
         "--quiet",
@@ -42,12 +48,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
 /// The default model, for the benchmarks that run it. Without a network the others can still be measured; the program says
 /// which were not.
 fn model_for(arguments: &[String]) -> Option<String> {
-    let mut names = arguments
-        .iter()
-        .filter(|argument| !argument.starts_with('-'));
-    let asked = arguments.iter().all(|argument| argument.starts_with('-'))
-        || names.any(|name| name == "decode");
-    if !asked || arguments.iter().any(|argument| argument == "--list") {
+    if !asked(arguments, "decode") {
         return None;
     }
     match crate::model() {
@@ -57,4 +58,14 @@ fn model_for(arguments: &[String]) -> Option<String> {
             None
         }
     }
+}
+
+/// Is this benchmark to be measured?
+fn asked(arguments: &[String], name: &str) -> bool {
+    let mut names = arguments
+        .iter()
+        .filter(|argument| !argument.starts_with('-'));
+    let all = arguments.iter().all(|argument| argument.starts_with('-'));
+    (all || names.any(|asked| asked == name))
+        && !arguments.iter().any(|argument| argument == "--list")
 }

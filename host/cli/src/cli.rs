@@ -10,6 +10,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 use serde::{Deserialize, Serialize};
 use timetable_sandbox::TenantName;
 
+use crate::commands::bench::BenchCommand;
 use crate::commands::config::ConfigCommand;
 use crate::commands::reload::Reload;
 use crate::device::DeviceArg;
@@ -119,7 +120,7 @@ Examples:
   timetable selftest --device cuda --only soak --soak 10000")]
     Selftest(Selftest),
 
-    /// Measure the CUDA kernels and the engine's steps on this machine's GPU, beside the GPU's ceilings and FlashInfer
+    /// Measure the CUDA kernels and the engine's steps on this machine's GPU, beside the GPU's ceilings and FlashInfer; or a server
     #[command(after_help = "\
 Times are medians of CUDA graph replays, the inputs rotating beyond the L2 cache; each ceiling is measured in the same run, and
 so is FlashInfer where the Python that --python names has it.
@@ -127,7 +128,8 @@ so is FlashInfer where the Python that --python names has it.
 Examples:
   timetable bench --device cuda
   timetable bench --device cuda --only decode --python /opt/venv/bin/python3 --json
-  timetable bench --device cuda --only gap --model SmolLM2-135M-Instruct.Q4_1.gguf")]
+  timetable bench --device cuda --only gap --model SmolLM2-135M-Instruct.Q4_1.gguf
+  timetable bench serve --help                                        # a server under load")]
     Bench(Bench),
 
     /// Try a builder on recorded steps, or on a public request trace; needs no model and no GPU
@@ -739,7 +741,11 @@ pub struct Selftest {
 }
 
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct Bench {
+    #[command(subcommand)]
+    pub command: Option<BenchCommand>,
+
     /// The GPU: cuda, cuda:N
     #[arg(long, value_name = "DEVICE", default_value_t = DeviceArg::Cuda(0))]
     pub device: DeviceArg,

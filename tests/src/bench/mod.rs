@@ -1,6 +1,7 @@
 //! Benchmarks: what is measured, against which bar or peer, and how a row is written.
 //!
-//! A missed bar is a row that says so, never a failure: timings are not tests.
+//! A missed bar is a row that says so, never a failure: timings are not tests. What must hold whatever the machine is a claim: a row
+//! that says that one does not hold is `broken`, and fails the program.
 
 mod attention;
 mod batches;
@@ -10,6 +11,7 @@ mod host_step;
 mod peer;
 mod record;
 mod reload;
+pub mod serve;
 mod soak;
 mod tenants;
 mod verify;
@@ -31,6 +33,9 @@ pub struct Row {
     pub to: Option<String>,
     /// How it was measured, spread, what else is worth knowing.
     pub note: Option<String>,
+    /// It says that a claim does not hold.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub broken: bool,
 }
 
 impl Row {
@@ -42,6 +47,7 @@ impl Row {
             ratio: None,
             to: None,
             note: None,
+            broken: false,
         }
     }
 
@@ -66,6 +72,10 @@ impl Row {
             to: Some(format!("bar: 0 {}", self.unit)),
             ..self
         }
+    }
+
+    fn broken(self, broken: bool) -> Self {
+        Self { broken, ..self }
     }
 
     /// Compared with another figure of the same unit.
@@ -96,7 +106,7 @@ pub struct Benchmark {
 }
 
 /// All of them, in the order in which they run.
-pub static BENCHMARKS: [Benchmark; 10] = [
+pub static BENCHMARKS: [Benchmark; 11] = [
     Benchmark {
         name: "build",
         what: "a component's `build` of decode steps, and its native twin's in turn",
@@ -146,6 +156,11 @@ pub static BENCHMARKS: [Benchmark; 10] = [
         name: "tenants",
         what: "the steps of a tenant beside one whose builder misbehaves",
         measure: tenants::measure,
+    },
+    Benchmark {
+        name: "serve",
+        what: "200 streaming clients of a server whose builders are replaced every second; fails if an answer is wrong or lost",
+        measure: serve::measure,
     },
 ];
 

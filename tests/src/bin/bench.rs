@@ -2,7 +2,8 @@
 //! fetches the model, and runs it.
 //!
 //! Environment: `TIMETABLE_MODEL`, the default model's file; `TIMETABLE_BENCH_VENV`, the Python environment that has or gets
-//! the peer, `target/bench-venv` if it is not set.
+//! the peer, `target/bench-venv` if it is not set; `TIMETABLE_PROGRAM`, the binary `timetable`, and for `serve`
+//! `TIMETABLE_SOAK_SECONDS` and `TIMETABLE_SOAK_CLIENTS`.
 
 use std::process::ExitCode;
 
@@ -53,5 +54,8 @@ fn main() -> ExitCode {
             }
         }
     }
-    ExitCode::SUCCESS
+    match all.iter().any(|row| row.broken) {
+        true => ExitCode::FAILURE,
+        false => ExitCode::SUCCESS,
+    }
 }

@@ -1,8 +1,10 @@
-//! `bench`: the CUDA kernels' figures on this machine's GPU, beside its ceilings and FlashInfer.
+//! `bench`: the CUDA kernels' figures on this machine's GPU, beside its ceilings and FlashInfer; `bench serve`: a server's.
 
 mod gap;
+mod serve;
 mod small_model;
 
+use clap::Subcommand;
 use serde_json::json;
 use timetable_selftest::bench::{self, Bench as Measured, BenchError, Options, Row};
 
@@ -15,7 +17,25 @@ use crate::exit::{Exit, Failure};
 /// What the engine is needed for.
 const GAP: &str = "gap";
 
+/// What is measured, if not a GPU.
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Send requests to a server, of a public request trace or of so many clients, and measure what comes back
+    #[command(after_help = "\
+Latencies are those of whole answers: TTFT is the time to the first token, TPOT an answer's mean time of a token after it, ITL the time
+between two pieces of the stream, E2E that of the whole answer. What failed is counted by its kind.
+
+Examples:
+  timetable bench serve --model ./my-llama --clients 32 --duration 60
+  timetable bench serve --url http://127.0.0.1:8000 --trace AzureLLMInferenceTrace_conv.csv --rate-scale 0.5 --max-requests 500
+  timetable bench serve --model m.gguf --trace conversation_trace.jsonl --length-scale 0.05 --json -- --max-num-seqs 16")]
+    Serve(Box<serve::BenchServe>),
+}
+
 pub fn run(arguments: &Bench) -> Result<(), Failure> {
+    if let Some(BenchCommand::Serve(arguments)) = &arguments.command {
+        return serve::run(arguments);
+    }
     let mut known = bench::NAMES.to_vec();
     known.push(GAP);
     if let Some(unknown) = arguments

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum, ValueHint};
 use timetable_attention::Grant;
+use timetable_record::trace::TraceFormat;
 use timetable_record::{Candidate, RecorderFigures};
 
 use super::read_component;
@@ -76,6 +77,16 @@ pub enum FormatArg {
     Azure,
     /// JSON lines with timestamp, input_length, output_length, hash_ids
     Mooncake,
+}
+
+impl FormatArg {
+    /// As the reader of traces calls it.
+    pub fn format(self) -> TraceFormat {
+        match self {
+            FormatArg::Azure => TraceFormat::Azure,
+            FormatArg::Mooncake => TraceFormat::Mooncake,
+        }
+    }
 }
 
 #[derive(Debug, Args)]

@@ -17,7 +17,7 @@ use timetable_engine::{
     AttentionPlan, BuilderSource, CacheSize, Engine, EngineConfig, Executor, GenerationRequest,
     SimulatedExecutor, backend_name,
 };
-use timetable_record::trace::{self, Trace, TraceFormat};
+use timetable_record::trace::{self, Trace};
 use timetable_record::{
     Behind, Candidate, MetadataDigest, Recorder, RecorderFigures, RecorderHandle, RecorderOptions,
 };
@@ -119,10 +119,7 @@ pub fn run(arguments: &Replay, path: &Path, candidate: Option<Candidate>) -> Res
             "--max-requests 0: give 1 or more, or leave it out for the whole trace",
         ));
     }
-    let format = of.format.map(|format| match format {
-        FormatArg::Azure => TraceFormat::Azure,
-        FormatArg::Mooncake => TraceFormat::Mooncake,
-    });
+    let format = of.format.map(FormatArg::format);
     let trace = Trace::read(path, format, of.max_requests).map_err(Failure::of(Exit::BadInput))?;
     let sandbox = Sandbox::new(Limits::default()).map_err(Failure::of(Exit::Failure))?;
     let (backend, source) = source(of, candidate, &sandbox)?;
