@@ -5,7 +5,8 @@ use std::{
     os::unix::{fs::DirBuilderExt, net::UnixStream},
     path::{Path, PathBuf},
     process::{Command, ExitStatus},
-    time::Duration,
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    time::{Duration, Instant},
 };
 
 use serde_json::{Value, json};
@@ -35,7 +36,7 @@ weights = "f32"
 max_model_len = 512
 max_num_seqs = 128
 # Less than all clients ask for at once: some requests lose their blocks and begin again.
-num_gpu_blocks_override = 1024
+num_gpu_blocks_override = 640
 # One split for each request, whatever the version: an equal order of sums.
 max_num_splits = 1
 
@@ -134,15 +135,34 @@ impl Host {
         self.ask(&json!({ "op": "builders" }), &[])
     }
 
-    /// Puts another version of everybody's builder into service; returns when it is checked.
-    pub fn reload(&self, round: usize) -> Result<Value, String> {
+    /// Puts another version of everybody's builder into service, and waits until it serves. False if it did not before `done`: nothing
+    /// steps any more then, and no version begins to serve.
+    pub fn reload(&self, round: usize, done: &AtomicBool) -> Result<bool, String> {
         let name = NAMES[round % NAMES.len()];
         let component = component(name).ok_or("this build has no reference builders")?;
         let request = json!({
             "op": "reload", "backend": BACKEND, "origin": name, "component_bytes": component.bytes.len(), "options": [],
             "plan": {},
         });
-        self.ask(&request, component.bytes)
+        let version = self.ask(&request, component.bytes)?["version"].take();
+        let deadline = Instant::now() + ANSWER;
+        loop {
+            let table = self.builders()?;
+            let mut builders = table["builders"].as_array().into_iter().flatten();
+            let everybodys = builders.find(|builder| builder["tenant"].is_null());
+            if everybodys.is_some_and(|builder| builder["active"]["version"] == version) {
+                return Ok(true);
+            }
+            if done.load(Relaxed) {
+                return Ok(false);
+            }
+            if Instant::now() > deadline {
+                return Err(format!(
+                    "{name} was taken and does not serve: {everybodys:?}"
+                ));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 
     /// Gives the tenant's builder other ways to misbehave.
