@@ -7,16 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
 use serde_json::Value;
-use support::{Host, file, run, tiny_llama};
-
-fn tokens(report: &Value) -> Vec<Value> {
-    report["outputs"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|output| output["output_token_ids"].clone())
-        .collect()
-}
+use support::{Host, answered_as_undisturbed, file, run, tiny_llama};
 
 fn fixed_split(scratch: &tempfile::TempDir) -> String {
     let component = timetable_reference::component("flash-attn-fixed-split").unwrap();
@@ -25,8 +16,6 @@ fn fixed_split(scratch: &tempfile::TempDir) -> String {
 
 #[test]
 fn a_builder_is_replaced_and_rolled_back_while_answers_stream() {
-    let undisturbed = Host::start(&[]).finish();
-
     let host = Host::start(&[]);
     let before = host.wait_for(|_| true)["builders"][0]["active"]["version"].clone();
     let path = fixed_split(&host.scratch);
@@ -55,7 +44,7 @@ fn a_builder_is_replaced_and_rolled_back_while_answers_stream() {
     let disturbed = host.finish();
     assert_eq!(disturbed["failed_steps"], 0);
     assert_eq!(disturbed["fallback_steps"], 0);
-    assert_eq!(tokens(&disturbed), tokens(&undisturbed));
+    answered_as_undisturbed(&disturbed);
 }
 
 #[test]
@@ -141,7 +130,7 @@ fn a_return_to_the_last_good_version_survives_a_restart() {
         "chaos-from-call=7",
     ];
 
-    let host = Host::of_prompts(600, &options);
+    let host = Host::start(&options);
     let reloaded = host.ask(&["reload", "FLASH_ATTN", &good]).succeeds().json();
     host.wait_for(|table| table["builders"][0]["active"]["version"] == reloaded["version"]);
     host.ask(&["reload", "FLASH_ATTN", &bad]).succeeds();
@@ -209,10 +198,9 @@ const OPEN: [&str; 6] = [
 
 #[test]
 fn a_version_goes_through_its_stages_and_a_bad_one_is_withdrawn() {
-    let undisturbed = Host::of_prompts(1000, &[]).finish();
     let scratch = tempfile::tempdir().unwrap();
     let state: PathBuf = scratch.path().join("state");
-    let host = Host::of_prompts(1000, &["--state-dir", state.to_str().unwrap()]);
+    let host = Host::start(&["--state-dir", state.to_str().unwrap()]);
     let manifest = || -> Value {
         let text = std::fs::read_to_string(state.join("active.json")).unwrap();
         serde_json::from_str::<Value>(&text).unwrap()["slots"]["flash-attn"].clone()
@@ -314,7 +302,7 @@ fn a_version_goes_through_its_stages_and_a_bad_one_is_withdrawn() {
     host.ask(&["reload", "FLASH_ATTN", "--builder-option", "splits=1"])
         .succeeds();
     let disturbed = host.finish();
-    let again = Host::of_prompts(200, &["--state-dir", state.to_str().unwrap()]);
+    let again = Host::start(&["--state-dir", state.to_str().unwrap()]);
     let options = |table: &Value| table["builders"][0]["active"]["options"].clone();
     assert_eq!(options(&again.wait_for(|_| true)), trying["options"]);
     again.ask(&["rollback", "FLASH_ATTN"]).succeeds();
@@ -324,5 +312,5 @@ fn a_version_goes_through_its_stages_and_a_bad_one_is_withdrawn() {
         (&disturbed["failed_steps"], &disturbed["fallback_steps"]),
         (&0.into(), &0.into())
     );
-    assert_eq!(tokens(&disturbed), tokens(&undisturbed));
+    answered_as_undisturbed(&disturbed);
 }

@@ -3,6 +3,7 @@
 
 pub mod serving;
 
+use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -180,54 +181,72 @@ pub fn file(directory: &tempfile::TempDir, name: &str, bytes: &[u8]) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-/// A host that answers prompts, long enough to be looked at and changed meanwhile.
+/// The prompts of a [`Host`], which take turns.
+const PROMPTS: [&str; 8] = ["t40", "t41", "t42", "t43", "t44", "t45", "t46", "t47"];
+/// More answers than the slowest test waits for: a host ends because it is told to.
+const ANSWERS: usize = 8_000;
+
+/// A host that answers prompts, four at a time, until it is told to finish.
 pub struct Host {
     running: Option<Running>,
     pub socket: String,
     pub scratch: tempfile::TempDir,
 }
 
+fn generate<'a>(prompts: impl Iterator<Item = &'a str>) -> Command {
+    let mut command = timetable();
+    command
+        .args(["generate", "--model", tiny_llama().to_str().unwrap()])
+        .args(["--json", "--num-gpu-blocks-override", "256"])
+        .args(["--weights", "f32", "--ignore-eos", "--max-tokens", "500"])
+        .args(["--max-num-seqs", "4"])
+        .args(prompts.flat_map(|prompt| ["--prompt", prompt]));
+    command
+}
+
+/// The token ids of each prompt's whole answers. Every answer to one prompt is the same.
+#[track_caller]
+fn answers(report: &Value) -> BTreeMap<String, Value> {
+    let mut answers = BTreeMap::new();
+    for output in report["outputs"].as_array().unwrap() {
+        if output["finish_reason"] == "abort" {
+            continue;
+        }
+        let prompt = output["prompt"].as_str().unwrap();
+        let tokens = &output["output_token_ids"];
+        let first = answers
+            .entry(prompt.to_owned())
+            .or_insert_with(|| tokens.clone());
+        assert_eq!(tokens, first, "an answer to {prompt}");
+    }
+    answers
+}
+
+/// A host's answers while it was disturbed are those of one that nobody disturbs.
+#[track_caller]
+pub fn answered_as_undisturbed(report: &Value) {
+    let mut undisturbed = generate(PROMPTS.into_iter());
+    undisturbed.args(["--admin", "none"]).stdin(Stdio::null());
+    undisturbed.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let undisturbed = Running::of(undisturbed.spawn().unwrap()).finish(&"undisturbed");
+    let undisturbed = answers(&undisturbed.succeeds().json());
+    let disturbed = answers(report);
+    assert!(!disturbed.is_empty(), "it answered nothing");
+    for (prompt, tokens) in &disturbed {
+        assert_eq!(tokens, &undisturbed[prompt], "the answers to {prompt}");
+    }
+}
+
 impl Host {
     pub fn start(extra: &[&str]) -> Host {
-        // Forty are answered in half a second, and a component may take longer to compile beside other tests.
-        Host::of_prompts(400, extra)
-    }
-
-    /// One that has so much to do.
-    pub fn of_prompts(count: usize, extra: &[&str]) -> Host {
         let scratch = tempfile::tempdir().unwrap();
-        let socket = scratch
-            .path()
-            .join("admin.sock")
-            .to_str()
-            .unwrap()
-            .to_owned();
-        let child = timetable()
-            .args([
-                "generate",
-                "--model",
-                tiny_llama().to_str().unwrap(),
-                "--admin",
-                &socket,
-                "--json",
-            ])
-            .args([
-                "--num-gpu-blocks-override",
-                "256",
-                "--weights",
-                "f32",
-                "--ignore-eos",
-                "--max-tokens",
-                "500",
-            ])
-            // Four at a time, so that there is time to look.
-            .args(["--max-num-seqs", "4"])
+        let socket = scratch.path().join("admin.sock");
+        let socket = socket.to_str().unwrap().to_owned();
+        let child = generate(PROMPTS.into_iter().cycle().take(ANSWERS))
+            .args(["--admin", &socket])
             .args(["--cudagraph-mode", "FULL_AND_PIECEWISE"])
-            .args(
-                (0..count)
-                    .flat_map(|index| ["--prompt".to_owned(), format!("t{}", 40 + index % 400)]),
-            )
             .args(extra)
+            .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
@@ -248,7 +267,7 @@ impl Host {
     }
 
     pub fn wait_for(&self, condition: impl Fn(&Value) -> bool) -> Value {
-        let deadline = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + serving::PATIENCE;
         loop {
             let answer = self.ask(&["builders"]);
             if answer.code == 0 {
@@ -267,10 +286,14 @@ impl Host {
         }
     }
 
-    /// Its answers, at the end.
+    /// Tells it to end. Its report, with the answers until then.
+    #[track_caller]
     pub fn finish(mut self) -> Value {
         let running = self.running.take().unwrap();
-        running.finish(&self.socket).succeeds().json()
+        serving::signal(running.id(), "TERM");
+        let ran = running.finish(&self.socket);
+        ran.fails(1, &["interrupted"]);
+        ran.json()
     }
 }
 
