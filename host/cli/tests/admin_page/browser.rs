@@ -51,8 +51,9 @@ fn an_operator_reloads_and_rolls_back_in_a_browser() {
         assert!(row.contains(part), "{part} is missing in {row}");
     }
     assert_eq!(browser.text("#status"), "live");
-    let figures = browser.wait_for("#figures", |text| !text.contains('–'));
-    assert!(figures.contains("Running\n4"), "{figures}");
+    browser.wait_for("#figures", |text| {
+        text.contains("Running\n4") && !text.contains('–')
+    });
     browser.wait_for("#steps-summary", |text| text.contains("median"));
     let painted = "const c = document.querySelector('#steps'); \
         const pixels = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; \
@@ -61,9 +62,7 @@ fn an_operator_reloads_and_rolls_back_in_a_browser() {
     assert!(painted > 0.05, "{painted} of the timeline is painted");
     // With the keyboard a step is read; what is left out goes from the bars.
     browser.keys("#steps", "\u{e012}");
-    let readout = browser.wait_for("#steps-readout", |text| {
-        text.contains("4 requests, 4 tokens")
-    });
+    let readout = browser.wait_for("#steps-readout", |text| text.contains("4 requests, "));
     assert!(
         readout.contains("model") && readout.contains("build"),
         "{readout}"

@@ -242,10 +242,8 @@ impl Browser {
 impl Drop for Browser {
     fn drop(&mut self) {
         // The driver ends its browser with the session.
-        drop(
-            self.runtime
-                .block_on(self.client.delete(&self.session).send()),
-        );
+        let end = async { self.client.delete(&self.session).send().await };
+        drop(self.runtime.block_on(end));
         drop(self.driver.kill());
         drop(self.driver.wait());
     }

@@ -23,13 +23,14 @@ function confirmed(title, text, yes) {
 
 function say(where, text, kind = '') {
   where.className = `answer ${kind}`.trim();
-  where.hidden = false;
+  where.hidden = text === '';
   write(where, text);
 }
 
 export async function rollback(backend, tenant) {
   const where = of('rollback-answer');
   const text = 'A candidate that is being tried is withdrawn. Without one, the version before the one in service takes over at the next step.';
+  say(where, '');
   if (!(await confirmed(`Roll back ${whose(backend, tenant)}?`, text, 'Roll back'))) return;
   say(where, 'Rolling back…');
   try {
@@ -79,8 +80,10 @@ function parameters(form, file, signature) {
     given.set('canary_per_mille', Math.round(of('canary_share').value * 10));
     given.set('canary_steps', of('canary_steps').value);
   }
-  for (const gate of document.querySelectorAll('[data-gate]')) {
-    if (gate.value) given.set(gate.id, gate.value);
+  if (/shadow|canary/.test(stages)) {
+    for (const gate of document.querySelectorAll('[data-gate]')) {
+      if (gate.value) given.set(gate.id, gate.value);
+    }
   }
   return given;
 }
@@ -89,6 +92,8 @@ async function reload(form) {
   const where = of('reload-answer');
   const [file] = of('component').files;
   const [signature] = of('signature').files;
+  submitted = undefined;
+  say(where, '');
   if (!file && !of('options').value.trim()) {
     say(where, 'Choose a component, or give options for the one in service.', 'bad');
     of('component').focus();
