@@ -78,7 +78,7 @@ pub fn conversation(
         }
         Some(other) => return Err(wrong("messages", &other, &wanted)),
     }
-    check_tools(fields)?;
+    let has_tools = check_tools(fields)?;
     fields.object("chat_template_kwargs")?;
     fields.flag("add_generation_prompt")?;
     let special = fields.flag("add_special_tokens")?.unwrap_or(false);
@@ -95,8 +95,8 @@ pub fn conversation(
     tokens.map_err(|error| field(error.to_string()))
 }
 
-/// Tools go to the template, and what the model answers with them stays text.
-fn check_tools(fields: &mut Fields) -> Result<(), ApiError> {
+/// Whether the template gets tools. What the model answers with them stays text.
+fn check_tools(fields: &mut Fields) -> Result<bool, ApiError> {
     let wanted = format!("a list of at most {TOOLS_MAX} objects");
     match fields.take("tools") {
         None => {}
@@ -104,9 +104,16 @@ fn check_tools(fields: &mut Fields) -> Result<(), ApiError> {
             if list.len() <= TOOLS_MAX && list.iter().all(Value::is_object) => {}
         Some(other) => return Err(wrong("tools", &other, &wanted)),
     }
-    let is_free = |choice: &Value| choice == "auto" || choice == "none";
-    let why = "this server leaves tool calls as text, and cannot force one; give \"auto\" or leave it out";
-    fields.refuse("tool_choice", is_free, why)
+    match fields.take("tool_choice") {
+        None => Ok(true),
+        Some(choice) if choice == "auto" => Ok(true),
+        Some(choice) if choice == "none" => Ok(false),
+        Some(other) => {
+            let wanted =
+                "\"auto\" or \"none\": this server leaves tool calls as text, and cannot force one";
+            Err(wrong("tool_choice", &other, wanted))
+        }
+    }
 }
 
 fn check_message(index: usize, message: &Value) -> Result<(), ApiError> {
@@ -153,4 +160,70 @@ fn check_content(name: &str, content: &Value) -> Result<(), ApiError> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use timetable_engine::chat::ChatTemplate;
+    use timetable_engine::tokenizer::Tokenizer;
+
+    use super::*;
+    use crate::model::Bounds;
+
+    /// With the words `t0` to `t511`.
+    fn model(template: &str) -> ServedModel {
+        let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/models/tiny-llama");
+        let template = ChatTemplate::new(template.to_owned(), String::new(), String::new());
+        ServedModel {
+            name: "m".to_owned(),
+            tokenizer: Arc::new(Tokenizer::load(dir).expect("the tokenizer")),
+            template,
+            bounds: Bounds {
+                max_model_len: 100,
+                cache_tokens: 100,
+                max_num_seqs: 1,
+            },
+        }
+    }
+
+    #[test]
+    fn tools_reach_the_template_and_bad_ones_are_named() {
+        let model = model(
+            "{% for m in messages %}{{ m.content }} {% endfor %}{% for t in tools or [] %}{% for k in t %}{{ k }} {% endfor %}{% endfor %}{{ word }}",
+        );
+        let text = |rest: &str| {
+            let body =
+                format!(r#"{{"messages": [{{"role": "user", "content": "t10 t11"}}]{rest}}}"#);
+            let mut fields = Fields::parse(body.as_bytes()).expect("JSON");
+            let tokens = conversation(&mut fields, body.as_bytes(), &model)?;
+            Ok::<_, ApiError>(model.tokenizer.decode(&tokens, false))
+        };
+        let is = |rest: &str| text(rest).unwrap_or_else(|error| panic!("{rest}: {error:?}"));
+        assert_eq!(is(""), "t10 t11");
+        // In the order of the body.
+        let tools = r#", "tools": [{"t19": 1, "t13": 2, "t15": 3}], "chat_template_kwargs": {"word": "t17"}"#;
+        assert_eq!(is(tools), "t10 t11 t19 t13 t15 t17");
+        assert_eq!(
+            is(&format!(r#"{tools}, "tool_choice": "auto""#)),
+            "t10 t11 t19 t13 t15 t17"
+        );
+        assert_eq!(
+            is(&format!(r#"{tools}, "tool_choice": "none""#)),
+            "t10 t11 t17"
+        );
+        for (rest, field) in [
+            (r#", "tools": {}"#, "tools"),
+            (r#", "tools": [3]"#, "tools"),
+            (r#", "tool_choice": "required""#, "tool_choice"),
+            (r#", "chat_template_kwargs": []"#, "chat_template_kwargs"),
+            (r#", "add_generation_prompt": 3"#, "add_generation_prompt"),
+        ] {
+            let error = text(rest).err().expect(rest);
+            assert_eq!(error.status.as_u16(), 400);
+            let body: Value = serde_json::from_slice(&error.json()).expect("JSON");
+            assert_eq!(body["error"]["param"], field, "{rest}");
+        }
+    }
 }

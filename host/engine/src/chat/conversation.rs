@@ -37,6 +37,11 @@ impl Conversation {
         Ok(this)
     }
 
+    /// Keeps the tools from the template.
+    pub fn forget_tools(&mut self) {
+        self.tools = None;
+    }
+
     /// Does the text end where the assistant's answer begins? Unless the request says no.
     pub(super) fn add_generation_prompt(&self) -> bool {
         self.add_generation_prompt.unwrap_or(true)

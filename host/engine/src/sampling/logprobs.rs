@@ -20,14 +20,13 @@ impl TokenLogprobs {
     /// Of `token` and the `count` likeliest tokens, in a row of `vocab_size` logits. What is not a number is not among the
     /// likeliest and has no part in the sum.
     pub fn new(logits: &[f32], token: u32, count: usize) -> Self {
-        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let mut top = likeliest(logits, count.max(1));
+        let max = top.first().map_or(f32::NEG_INFINITY, |top| top.1);
         // An infinite maximum shares all there is among its like: ∞ − ∞ is not a number.
         let above = |logit: f32| if logit == max { 0.0 } else { logit - max };
-        let numbers = logits.iter().filter(|logit| !logit.is_nan());
-        let sum: f64 = numbers.map(|&logit| f64::from(above(logit).exp())).sum();
-        let log_sum = sum.ln();
+        let log_sum = sum_of_exponentials(logits, above).ln();
         let logprob = |logit: f32| (f64::from(above(logit)) - log_sum) as f32;
-        let mut top = likeliest(logits, count);
+        top.truncate(count);
         for (_, value) in &mut top {
             *value = logprob(*value);
         }
@@ -38,6 +37,44 @@ impl TokenLogprobs {
             top,
         }
     }
+}
+
+/// Σ eˣ over `above` of each logit, at most 0; what is not a number adds nothing. In lanes of f32 and blocks of f64, so that the
+/// compiler has vectors for it: a vocabulary has many tokens, and steps wait.
+fn sum_of_exponentials(logits: &[f32], above: impl Fn(f32) -> f32) -> f64 {
+    const LANES: usize = 8;
+    let mut sum = 0.0;
+    for block in logits.chunks(32 * LANES) {
+        let mut lanes = [0f32; LANES];
+        let (rows, rest) = block.as_chunks::<LANES>();
+        for row in rows {
+            for (lane, &logit) in lanes.iter_mut().zip(row) {
+                *lane += exp(above(logit));
+            }
+        }
+        for (lane, &logit) in lanes.iter_mut().zip(rest) {
+            *lane += exp(above(logit));
+        }
+        sum += lanes.iter().copied().map(f64::from).sum::<f64>();
+    }
+    sum
+}
+
+/// eˣ for x ≤ 0, to about 2⁻²²; below e⁻⁸⁷ that. eˣ = 2ⁿ eᶠ with n whole and |f| ≤ ln 2 / 2, eᶠ by its series.
+fn exp(x: f32) -> f32 {
+    // Adding it leaves the nearest whole number in the lowest bits.
+    const ROUND: f32 = 12_582_912.0;
+    // ln 2 in two parts: the first has so few digits that n times it is exact.
+    const LN_2: (f32, f32) = (0.693_359_4, -2.121_944_4e-4);
+    // Not a number: the bound.
+    let x = x.max(-87.0);
+    let shifted = x * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let f = x - n * LN_2.0 - n * LN_2.1;
+    let tail = 1.0 / 6.0 + f * (1.0 / 24.0 + f * (1.0 / 120.0 + f * (1.0 / 720.0)));
+    let series = 1.0 + f * (1.0 + f * (0.5 + f * tail));
+    let exponent = shifted.to_bits().wrapping_sub(ROUND.to_bits()) << 23;
+    f32::from_bits(series.to_bits().wrapping_add(exponent))
 }
 
 /// The `count` largest logits with their tokens, the largest first, the lower id on ties.
@@ -75,6 +112,19 @@ mod tests {
             for (token, logprob) in found.top {
                 assert!((f64::from(logprob) - expected(token as usize)).abs() < 1e-5);
             }
+        }
+    }
+
+    #[test]
+    fn the_exponential_is_the_exponential() {
+        assert_eq!(exp(0.0), 1.0);
+        for i in 0..=80_000 {
+            let x = -(i as f32) / 1000.0;
+            let relative = f64::from(exp(x)) / f64::from(x).exp() - 1.0;
+            assert!(relative.abs() < 2.4e-7, "{x}: {relative:e}");
+        }
+        for x in [-87.0, -1e9, f32::NEG_INFINITY, f32::NAN] {
+            assert!((0.0..1e-37).contains(&exp(x)), "{x}: {}", exp(x));
         }
     }
 
