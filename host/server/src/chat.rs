@@ -86,8 +86,11 @@ pub fn conversation(
     let template =
         template.map_err(|error| ApiError::unsupported("messages", error.to_string()))?;
     let field = |error: String| ApiError::field("messages", error);
-    let conversation =
-        Conversation::from_request(body).map_err(|error| field(error.to_string()))?;
+    let conversation = Conversation::from_request(body);
+    let mut conversation = conversation.map_err(|error| field(error.to_string()))?;
+    if !has_tools {
+        conversation.forget_tools();
+    }
     let text = template.render_conversation(&conversation);
     let text = text.map_err(|error| field(error.to_string()))?;
     // The template writes the special tokens.
