@@ -198,23 +198,23 @@ mod tests {
         );
         let text = |rest: &str| {
             let body =
-                format!(r#"{{"messages": [{{"role": "user", "content": "t10 t11"}}]{rest}}}"#);
+                format!(r#"{{"messages": [{{"role": "user", "content": "t50 t51"}}]{rest}}}"#);
             let mut fields = Fields::parse(body.as_bytes()).expect("JSON");
             let tokens = conversation(&mut fields, body.as_bytes(), &model)?;
             Ok::<_, ApiError>(model.tokenizer.decode(&tokens, false))
         };
         let is = |rest: &str| text(rest).unwrap_or_else(|error| panic!("{rest}: {error:?}"));
-        assert_eq!(is(""), "t10 t11");
+        assert_eq!(is(""), "t50 t51");
         // In the order of the body.
-        let tools = r#", "tools": [{"t19": 1, "t13": 2, "t15": 3}], "chat_template_kwargs": {"word": "t17"}"#;
-        assert_eq!(is(tools), "t10 t11 t19 t13 t15 t17");
+        let tools = r#", "tools": [{"t59": 1, "t53": 2, "t55": 3}], "chat_template_kwargs": {"word": "t57"}"#;
+        assert_eq!(is(tools), "t50 t51 t59 t53 t55 t57");
         assert_eq!(
             is(&format!(r#"{tools}, "tool_choice": "auto""#)),
-            "t10 t11 t19 t13 t15 t17"
+            "t50 t51 t59 t53 t55 t57"
         );
         assert_eq!(
             is(&format!(r#"{tools}, "tool_choice": "none""#)),
-            "t10 t11 t17"
+            "t50 t51 t57"
         );
         for (rest, field) in [
             (r#", "tools": {}"#, "tools"),
