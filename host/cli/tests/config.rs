@@ -161,7 +161,7 @@ fn unknown_keys_are_refused_anywhere_with_the_nearest() {
     // What is near to nothing gets the list.
     let problem = problems("[admin]\ncolour = 1").remove(0);
     assert!(
-        problem.contains("known here: socket, state_dir, cache_dir"),
+        problem.contains("known here: socket, listen, token_file, state_dir, cache_dir"),
         "{problem}"
     );
     // A setting at a table's place, and a table at a setting's.
@@ -334,7 +334,7 @@ fn each_bad_value_gets_one_error() {
         ),
         (
             "[engine]\nspeculative_method = \"eagle\"",
-            "ngram, ngram_gpu",
+            "give one of \"ngram\", \"ngram_gpu\"",
         ),
         ("[admin]\nstate_dir = \"\"", "give text: a directory"),
         ("[admin\n", "is not TOML"),

@@ -141,14 +141,14 @@ pub const TENANT_LIMITS: &[Setting] = &[
         "Additional fuel for each of its rows.",
         "As limits.fuel_per_row.",
     )
-    .unset("as in [limits]", "400"),
+    .unset("as in [limits]", "200"),
     setting(
         "tenants.*.limits.fuel_per_token",
         Kind::count("fuel units", 63),
         "Additional fuel for each of its query tokens.",
         "As limits.fuel_per_token.",
     )
-    .unset("as in [limits]", "400"),
+    .unset("as in [limits]", "200"),
     setting(
         "tenants.*.limits.fuel_fixed",
         Kind::count("fuel units", 63),
