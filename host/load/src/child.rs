@@ -3,13 +3,14 @@
 use std::{
     collections::VecDeque,
     io::{self, BufRead, BufReader},
+    os::unix::process::CommandExt,
     process::{Child, Command, ExitStatus, Stdio},
     sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
     thread::JoinHandle,
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 
 /// What the last lines are kept of.
 const LINES: usize = 50;
@@ -30,7 +31,8 @@ pub enum ChildError {
     },
 }
 
-/// A `timetable serve` of one's own. It is killed when this is dropped.
+/// A `timetable serve` of one's own. It is killed when this is dropped, and asked to end when the thread that started it ends, however
+/// that comes.
 #[derive(Debug)]
 pub struct ChildServer {
     child: Child,
@@ -45,6 +47,10 @@ impl ChildServer {
     /// # Errors
     /// If it does not start, ends, or does not say so in time.
     pub fn start(mut command: Command, within: Duration) -> Result<Self, ChildError> {
+        // SAFETY: between fork and exec the closure makes one system call; it allocates nothing and takes no lock.
+        unsafe {
+            command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::TERM))?));
+        }
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -170,7 +176,10 @@ fn address(line: &str) -> Option<&str> {
 
 #[cfg(test)]
 mod tests {
-    use std::{process::Command, time::Duration};
+    use std::{
+        process::Command,
+        time::{Duration, Instant},
+    };
 
     use super::ChildServer;
 
@@ -189,6 +198,27 @@ mod tests {
         assert!(server.said().contains("loading"));
         let status = server.stop(Duration::from_secs(60)).expect("it ends");
         assert_eq!(status.code(), Some(7));
+    }
+
+    #[test]
+    fn a_server_ends_with_who_started_it() {
+        let scratch = tempfile::tempdir().expect("a directory");
+        let told = scratch.path().join("told");
+        let script = format!(
+            "trap 'touch {}; exit' TERM; echo 'timetable: serving at at http://127.0.0.1:77' >&2; while :; do sleep 0.01; done",
+            told.display()
+        );
+        let started = std::thread::spawn(move || {
+            let server = ChildServer::start(shell(&script), Duration::from_secs(60));
+            // As if the process were killed: nothing is dropped.
+            std::mem::forget(server.expect("a server"));
+        });
+        started.join().expect("it starts");
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !told.exists() {
+            assert!(Instant::now() < deadline, "it was not told to end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     #[test]

@@ -366,7 +366,7 @@ impl Answer {
         self.outcome.elapsed = self.sent.elapsed();
         let rest = async { while let Ok(Some(_)) = response.chunk().await {} };
         // A server that keeps it open costs a connection, no answer.
-        drop(tokio::time::timeout(AFTER_DONE, rest).await);
+        let _ = tokio::time::timeout(AFTER_DONE, rest).await;
         match self.outcome.finish_reason {
             Some(_) => End::Complete,
             None => failed(

@@ -448,3 +448,132 @@ fn median(samples: &[u64]) -> u64 {
     samples.sort_unstable();
     samples.get(samples.len() / 2).copied().unwrap_or(0)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeMap, time::Duration};
+
+    use timetable_load::{End, Failure, FailureKind, Outcome, Recorder};
+
+    use super::{Judge, KINDS, SoakReport, of_client, request};
+
+    fn outcome(end: End, text: &str, tokens: usize) -> Outcome {
+        Outcome {
+            end,
+            text: text.to_owned(),
+            finish_reason: Some("length".to_owned()),
+            prompt_tokens: 3,
+            output_tokens: tokens as u64,
+            first_token: None,
+            gaps: Vec::new(),
+            elapsed: Duration::from_millis(1),
+            retries: 0,
+        }
+    }
+
+    fn good() -> SoakReport {
+        let mut recorder = Recorder::default();
+        recorder.add(&outcome(End::Complete, "", 1));
+        recorder.add(&outcome(End::HungUp, "", 1));
+        SoakReport {
+            report: recorder.report(Duration::from_secs(1)),
+            wrong: 0,
+            first_wrong: None,
+            of_chaos: 1,
+            reloads: 1,
+            refused_reloads: Vec::new(),
+            faults: 1,
+            failed_steps: 0,
+            preemptions: 0,
+            blocks_left: 0.0,
+            resident_kib: [1000, 1050],
+            ended_well: true,
+            said: String::new(),
+        }
+    }
+
+    #[test]
+    fn an_answer_that_differs_in_anything_is_wrong() {
+        let asked = request(0);
+        let alone = BTreeMap::from([(asked.prompt.clone(), "a b c".to_owned())]);
+        let tokens = asked.max_tokens;
+        let failure = Failure {
+            kind: FailureKind::Timeout,
+            message: String::new(),
+        };
+        for (end, text, tokens, wrong) in [
+            (End::Complete, "a b c", tokens, 0),
+            (End::Complete, "a b d", tokens, 1),
+            (End::Complete, "a b", tokens, 1),
+            (End::Complete, "a b c", tokens - 1, 1),
+            (End::HungUp, "a b", 2, 0),
+            (End::HungUp, "a d", 2, 1),
+            (End::Failed(failure), "a", 1, 0),
+        ] {
+            let mut judge = Judge::new(&alone);
+            judge.see(&asked, &outcome(end, text, tokens));
+            assert_eq!(judge.wrong, wrong, "{text} {tokens}");
+            assert_eq!(judge.first_wrong.is_some(), wrong > 0);
+        }
+    }
+
+    #[test]
+    fn each_claim_can_fail() {
+        assert!(good().claims().iter().all(|(holds, _)| *holds));
+        let lost = outcome(
+            End::Failed(Failure {
+                kind: FailureKind::BrokenStream,
+                message: "gone".to_owned(),
+            }),
+            "",
+            0,
+        );
+        let spoil: [fn(&mut SoakReport); 8] = [
+            |report| report.wrong = 1,
+            |report| report.faults = 0,
+            |report| report.reloads = 0,
+            |report| report.refused_reloads.push("refused".to_owned()),
+            |report| report.failed_steps = 1,
+            |report| report.blocks_left = 0.01,
+            |report| report.resident_kib[1] = 1051,
+            |report| report.ended_well = false,
+        ];
+        for (place, spoil) in spoil.iter().enumerate() {
+            let mut report = good();
+            spoil(&mut report);
+            let broken = report.claims().into_iter().filter(|(holds, _)| !holds);
+            assert_eq!(broken.count(), 1, "{place}");
+        }
+        let mut recorder = Recorder::default();
+        recorder.add(&lost);
+        let report = SoakReport {
+            report: recorder.report(Duration::from_secs(1)),
+            ..good()
+        };
+        // Lost, and neither whole answers nor hang-ups.
+        assert_eq!(
+            report.claims().iter().filter(|(holds, _)| !holds).count(),
+            3
+        );
+    }
+
+    #[test]
+    fn clients_ask_for_every_kind_and_some_leave() {
+        let mut prompts: Vec<_> = (0..KINDS).map(|kind| request(kind).prompt).collect();
+        prompts.sort();
+        prompts.dedup();
+        assert_eq!(prompts.len(), KINDS);
+        let sent: Vec<_> = (0..2_000)
+            .map(|number| of_client(number % 200, number))
+            .collect();
+        assert!(sent.iter().all(|request| prompts.contains(&request.prompt)));
+        assert!(
+            sent.iter()
+                .all(|request| request.prompt.len() + request.max_tokens < 512)
+        );
+        let leaving = sent
+            .iter()
+            .filter(|request| request.hang_up_after.is_some());
+        assert_eq!(leaving.count(), 200);
+    }
+}
