@@ -17,7 +17,7 @@ pub struct Embedded {
     pub bytes: &'static [u8],
 }
 
-const COMPONENTS: [Embedded; 4] = [
+const COMPONENTS: [Embedded; 7] = [
     Embedded {
         name: "flash-attn",
         family: Family::FlashAttn,
@@ -49,6 +49,27 @@ const COMPONENTS: [Embedded; 4] = [
         default: true,
         bytes: include_bytes!(concat!(env!("OUT_DIR"), "/triton-attn-builder.wasm")),
     },
+    Embedded {
+        name: "flash-mla",
+        family: Family::FlashMla,
+        backend: "FLASHMLA",
+        default: true,
+        bytes: include_bytes!(concat!(env!("OUT_DIR"), "/flash-mla-builder.wasm")),
+    },
+    Embedded {
+        name: "flash-attn-mla",
+        family: Family::FlashMla,
+        backend: "FLASH_ATTN_MLA",
+        default: true,
+        bytes: include_bytes!(concat!(env!("OUT_DIR"), "/flash-attn-mla-builder.wasm")),
+    },
+    Embedded {
+        name: "triton-mla",
+        family: Family::FlashMla,
+        backend: "TRITON_MLA",
+        default: true,
+        bytes: include_bytes!(concat!(env!("OUT_DIR"), "/triton-mla-builder.wasm")),
+    },
 ];
 
 /// Every embedded component.
@@ -77,6 +98,10 @@ pub fn chaos(family: Family) -> Option<&'static [u8]> {
             env!("OUT_DIR"),
             "/chaos-triton-attn.wasm"
         ))),
-        Family::FlashMla | Family::Mamba => None,
+        Family::FlashMla => Some(include_bytes!(concat!(
+            env!("OUT_DIR"),
+            "/chaos-flash-mla.wasm"
+        ))),
+        Family::Mamba => None,
     }
 }

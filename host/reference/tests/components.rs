@@ -2,7 +2,7 @@
 
 mod support;
 
-use support::{batch, config};
+use support::{batch, config, config_of};
 use timetable_attention::{BuildFault, MetadataBuilder};
 use timetable_reference::{Embedded, component, components, native_twin};
 use timetable_sandbox::{Limits, Sandbox, WasmBuilder};
@@ -23,9 +23,8 @@ fn sandboxed(
 #[test]
 fn every_component_agrees_with_its_native_twin() {
     let sandbox = Sandbox::new(Limits::default()).expect("the sandbox starts");
-    let config = config();
     for embedded in components() {
-        let name = embedded.name;
+        let (name, config) = (embedded.name, config_of(embedded.family));
         let mut guest =
             sandboxed(&sandbox, embedded, &config).expect("a reference component starts");
         let mut twin = native_twin(name, &config).expect("the twin starts");
@@ -84,8 +83,9 @@ fn every_component_agrees_with_its_native_twin() {
 fn many_calls_stay_within_the_memory_cap() {
     let sandbox = Sandbox::new(Limits::default()).expect("the sandbox starts");
     for embedded in components() {
+        let config = config_of(embedded.family);
         let mut guest =
-            sandboxed(&sandbox, embedded, &config()).expect("a reference component starts");
+            sandboxed(&sandbox, embedded, &config).expect("a reference component starts");
         let batches = [batch(256, 0, 9), batch(1024, 0, 10), batch(40, 5, 11)];
         let first: Vec<_> = batches
             .iter()
@@ -119,6 +119,11 @@ fn a_configuration_that_a_builder_cannot_serve_is_declined_alike() {
         ("flash-attn", &no_pages, "kv_cache_spec.block_size is 0"),
         ("flashinfer", &sinks, "does not support attention sinks"),
         ("triton-attn", &ranks, "DCP not supported"),
+        (
+            "flash-mla",
+            &ranks,
+            "Head dimension 64 is not supported by MLA.",
+        ),
     ] {
         let embedded = component(name).expect("a reference component");
         let twin = native_twin(name, config).err().expect("the twin declines");
@@ -155,7 +160,7 @@ fn an_unknown_builder_is_named_with_those_that_exist() {
     assert!(
         error
             .to_string()
-            .contains("flash-attn, flash-attn-fixed-split, flashinfer, triton-attn"),
+            .contains("flash-attn, flash-attn-fixed-split, flashinfer, triton-attn, flash-mla, flash-attn-mla, triton-mla"),
         "{error}"
     );
 }
@@ -165,9 +170,10 @@ fn an_unknown_builder_is_named_with_those_that_exist() {
 fn a_long_prefill_stays_within_its_fuel() {
     let sandbox = Sandbox::new(Limits::default()).expect("the sandbox starts");
     for embedded in components() {
+        let config = config_of(embedded.family);
         let mut guest =
-            sandboxed(&sandbox, embedded, &config()).expect("a reference component starts");
-        let mut twin = native_twin(embedded.name, &config()).expect("the twin starts");
+            sandboxed(&sandbox, embedded, &config).expect("a reference component starts");
+        let mut twin = native_twin(embedded.name, &config).expect("the twin starts");
         for context in [0, 500, 24_000] {
             let mut common = batch(0, 1, 1);
             common.query_start_loc_cpu = vec![0, 8192];

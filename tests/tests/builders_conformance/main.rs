@@ -1,11 +1,12 @@
 //! The reference builders against what the real ones did: every recorded case of FLASH_ATTN's and FLASHINFER's builders
-//! (compute capability 8.0, 9.0 and 10.0) and of TRITON_ATTN's, field by field, through the native twins and through the
+//! (compute capability 8.0, 9.0 and 10.0) and of TRITON_ATTN's and the MLA backends', field by field, through the native twins and through the
 //! components.
 //!
 //! Symbolic tensors are resolved from the case's inputs and compared with the recorded values. What is compared in another
 //! form than it was recorded is said beside the comparison.
 
 mod flash_attn;
+mod flash_mla;
 mod flashinfer;
 mod resolve;
 mod triton_attn;
@@ -55,20 +56,28 @@ const FLASHINFER: [&str; 3] = [
 
 const TRITON_ATTN: [&str; 1] = ["TritonAttentionMetadataBuilder"];
 
+/// Each backend's component, and its file.
+const FLASH_MLA: [(&str, &str); 3] = [
+    ("flash-mla", "FlashMLAMetadataBuilder"),
+    ("flash-attn-mla", "FlashAttnMLAMetadataBuilder"),
+    ("triton-mla", "MLACommonMetadataBuilder_TritonMLA"),
+];
+
 /// A backend is done or not there: where a family has rules there are recorded cases, a reference component with a native
 /// twin, and a chaos builder. (Its mutation suite and its plain builder: `host/device/tests/verified`.)
 #[test]
 fn a_family_has_rules_and_everything_else_or_nothing() {
     for family in Family::ALL {
-        let cases = match family {
-            Family::FlashAttn => &FLASH_ATTN[..],
-            Family::Flashinfer => &FLASHINFER[..],
-            Family::TritonAttn => &TRITON_ATTN[..],
-            Family::FlashMla | Family::Mamba => &[],
+        let files = match family {
+            Family::FlashAttn => FLASH_ATTN.len(),
+            Family::Flashinfer => FLASHINFER.len(),
+            Family::TritonAttn => TRITON_ATTN.len(),
+            Family::FlashMla => FLASH_MLA.len(),
+            Family::Mamba => 0,
         };
         let components = timetable_reference::components();
         for (what, is_there) in [
-            ("recorded cases", !cases.is_empty()),
+            ("recorded cases", files > 0),
             (
                 "a reference component",
                 components.iter().any(|one| one.family == family),
@@ -132,6 +141,15 @@ fn triton_attn_natively() {
     }
 }
 
+#[test]
+fn flash_mla_natively() {
+    for (builder, name) in FLASH_MLA {
+        let make = native(builder);
+        let mut suite = flash_mla::Suite::new(&make);
+        run("native", name, |file, case| suite.check(file, case));
+    }
+}
+
 /// The component called `name`, in a sandbox with the default limits.
 fn component(name: &str) -> impl Fn(&BuilderConfig) -> Box<dyn MetadataBuilder> {
     let sandbox = Sandbox::new(Limits::default()).expect("the sandbox starts");
@@ -167,6 +185,15 @@ fn triton_attn_as_a_component() {
     let make = component("triton-attn");
     for name in TRITON_ATTN {
         let mut suite = triton_attn::Suite::new(&make);
+        run("component", name, |file, case| suite.check(file, case));
+    }
+}
+
+#[test]
+fn flash_mla_as_a_component() {
+    for (builder, name) in FLASH_MLA {
+        let make = component(builder);
+        let mut suite = flash_mla::Suite::new(&make);
         run("component", name, |file, case| suite.check(file, case));
     }
 }

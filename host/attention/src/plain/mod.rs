@@ -5,6 +5,7 @@
 //! holds that.
 
 mod flash_attn;
+mod flash_mla;
 mod flashinfer;
 mod triton_attn;
 
@@ -28,7 +29,8 @@ pub fn plain_builder(
         Family::FlashAttn => Ok(Box::new(flash_attn::PlainFlashAttn::new(config.clone()))),
         Family::Flashinfer => Ok(Box::new(flashinfer::PlainFlashinfer::new(config.clone())?)),
         Family::TritonAttn => Ok(Box::new(triton_attn::PlainTritonAttn::new(config.clone())?)),
-        Family::FlashMla | Family::Mamba => Err(BuildError {
+        Family::FlashMla => Ok(Box::new(flash_mla::PlainFlashMla::new(config.clone())?)),
+        Family::Mamba => Err(BuildError {
             kind: ErrorKind::NotImplemented,
             message: format!("no plain builder for family {} yet", family.interface()),
         }),

@@ -3,6 +3,7 @@
 
 mod clever;
 mod flash_attn_fields;
+mod flash_mla_fields;
 mod flashinfer_fields;
 mod meaning;
 mod mutations;

@@ -1,6 +1,8 @@
 //! Good metadata to start from: for each family enough records that every field of the contract has a value in one of them.
 //! A new family adds a suite here. It must never know how records are broken.
 
+#[path = "bases/flash_mla.rs"]
+mod flash_mla;
 #[path = "bases/triton_attn.rs"]
 mod triton_attn;
 
@@ -29,7 +31,8 @@ pub fn suite(family: Family) -> Option<Vec<Base>> {
         Family::FlashAttn => Some(flash_attn_bases()),
         Family::Flashinfer => Some(flashinfer_bases()),
         Family::TritonAttn => Some(triton_attn::bases()),
-        Family::FlashMla | Family::Mamba => None,
+        Family::FlashMla => Some(flash_mla::bases()),
+        Family::Mamba => None,
     }
 }
 
@@ -54,7 +57,8 @@ pub fn random_base(family: Family, random: &mut Random) -> Base {
         rows.push((query, query + random.pick(&[0, 0, 5, 16, 60])));
     }
     let padding = random.pick(&[(0, 0), (0, 0), (1, 0), (2, 3)]);
-    let causal = Causal::All(!random.chance(5));
+    // The MLA backends have causal groups only.
+    let causal = Causal::All(!random.chance(5) || family == Family::FlashMla);
     let case = Case::new(config, causal, &rows, padding, no_edit);
     base("random", family, case, |case, metadata| {
         let most = case.config.max_num_splits;
@@ -81,6 +85,7 @@ pub fn random_base(family: Family, random: &mut Random) -> Base {
                 }
             }
             Metadata::TritonAttn(record) => triton_attn::random(case, record, random),
+            Metadata::FlashMla(record) => flash_mla::random(case, record, random),
             _ => panic!("another family"),
         }
     })

@@ -5,7 +5,7 @@ use timetable_attention::batch::{
 };
 use timetable_types::{
     AttentionConfig, BuilderConfig, CudagraphConfig, CudagraphMode, DcpInputs, DeviceConfig, Dtype,
-    KvCacheLayout, KvCacheSpec, KvCacheSpecKind, ParallelConfig, SchedulerConfig,
+    Family, KvCacheLayout, KvCacheSpec, KvCacheSpecKind, ParallelConfig, SchedulerConfig,
     batch::dcp_local_seq_lens_into,
 };
 
@@ -43,8 +43,8 @@ pub struct Configuration {
 }
 
 /// The configurations: a CPU, a large GPU, and that GPU with one thing changed each.
-pub fn configurations(options: &[(String, String)]) -> Vec<Configuration> {
-    let gpu = || gpu(options);
+pub fn configurations(family: Family, options: &[(String, String)]) -> Vec<Configuration> {
+    let gpu = || gpu(family, options);
     let mut cpu = gpu();
     cpu.attention.num_heads = 8;
     cpu.attention.model_dtype = Dtype::Float32;
@@ -52,6 +52,9 @@ pub fn configurations(options: &[(String, String)]) -> Vec<Configuration> {
     cpu.kv_cache_spec.head_size = 64;
     cpu.kv_cache_spec.head_size_v = 64;
     cpu.kv_cache_spec.dtype = Dtype::Float32;
+    if family == Family::FlashMla {
+        latent(&mut cpu);
+    }
     cpu.cudagraph = CudagraphConfig {
         mode: CudagraphMode::None,
         capture_sizes: Vec::new(),
@@ -97,8 +100,27 @@ pub fn configurations(options: &[(String, String)]) -> Vec<Configuration> {
     .into()
 }
 
-/// 32 query heads over 8 KV heads of 128, pages of 16, 132 × 2 workers, full graphs of decodes.
-pub fn gpu(options: &[(String, String)]) -> BuilderConfig {
+/// 32 query heads over 8 KV heads of 128, or over a latent for a family that is for one; pages of 16, 132 × 2 workers, full
+/// graphs of decodes.
+pub fn gpu(family: Family, options: &[(String, String)]) -> BuilderConfig {
+    let mut config = paged_gpu(options);
+    if family == Family::FlashMla {
+        latent(&mut config);
+    }
+    config
+}
+
+/// One entry of 512 + 64 elements for all heads, which no values follow.
+fn latent(config: &mut BuilderConfig) {
+    config.kv_cache_spec.kind = KvCacheSpecKind::MlaAttention;
+    config.kv_cache_spec.num_kv_heads = 1;
+    config.kv_cache_spec.head_size = 576;
+    config.kv_cache_spec.head_size_v = 0;
+    config.attention.kv_lora_rank = 512;
+    config.attention.qk_rope_head_dim = 64;
+}
+
+fn paged_gpu(options: &[(String, String)]) -> BuilderConfig {
     BuilderConfig {
         kv_cache_spec: KvCacheSpec {
             kind: KvCacheSpecKind::FullAttention,
