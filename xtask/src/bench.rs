@@ -48,7 +48,10 @@ pub fn run(arguments: &[String]) -> Result<()> {
 /// The default model, for the benchmarks that run it. Without a network the others can still be measured; the program says
 /// which were not.
 fn model_for(arguments: &[String]) -> Option<String> {
-    if !["decode", "speculation"].iter().any(|name| asked(arguments, name)) {
+    if !["decode", "speculation"]
+        .iter()
+        .any(|name| asked(arguments, name))
+    {
         return None;
     }
     match crate::model() {
