@@ -46,7 +46,7 @@ pub fn bases() -> Vec<Base> {
             "mixed, a scheduler call",
             FAMILY,
             case(config(), &MIXED, (0, 0)),
-            edited(|case, record| scheduler_call(case, record)),
+            edited(scheduler_call),
         ),
         base(
             "chunks",
@@ -71,7 +71,7 @@ pub fn bases() -> Vec<Base> {
         "captured",
         FAMILY,
         case(config(), &[(1, 40), (1, 70), (1, 3), (1, 33)], (2, 2)),
-        edited(|case, record| scheduler_call(case, record)),
+        edited(scheduler_call),
     );
     captured.case.promise = Some(LaunchPromise {
         max_num_splits: 3,

@@ -200,7 +200,7 @@ impl Reader<'_> {
                 1 => context.workspace.shape[0] as i32,
                 ranks => context.workspace.shape[0] as i32 / (ranks + 1),
             };
-            let continues = chunk.is_continuation == !found[rows.start].is_empty();
+            let continues = chunk.is_continuation != found[rows.start].is_empty();
             if chunk.index as usize != index
                 || (chunk.token_slice.start as i32, chunk.token_slice.end as i32) != (begin, end)
                 || chunk.continuation_token_end as i32 != own[rows.start + 1]
