@@ -9,7 +9,7 @@ use std::{
     process::{Command, ExitCode},
 };
 
-const PACKAGES: [&str; 11] = [
+const PACKAGES: [&str; 13] = [
     "flash-attn-builder",
     "flash-attn-fixed-split-builder",
     "flashinfer-builder",
@@ -17,14 +17,16 @@ const PACKAGES: [&str; 11] = [
     "flash-mla-builder",
     "flash-attn-mla-builder",
     "triton-mla-builder",
+    "mamba-builder",
     "chaos-flash-attn",
     "chaos-flashinfer",
     "chaos-triton-attn",
     "chaos-flash-mla",
+    "chaos-mamba",
 ];
 
 /// What a component is made of.
-const SOURCES: [&str; 15] = [
+const SOURCES: [&str; 16] = [
     "guest-builders/.cargo/config.toml",
     "guest-builders/componentize",
     "guest-builders/sdk/src",
@@ -36,6 +38,7 @@ const SOURCES: [&str; 15] = [
     "guest-builders/flash-mla",
     "guest-builders/flash-attn-mla",
     "guest-builders/triton-mla",
+    "guest-builders/mamba",
     "guest-builders/chaos",
     "host/types/src",
     "host/types/Cargo.toml",

@@ -17,7 +17,7 @@ pub struct Embedded {
     pub bytes: &'static [u8],
 }
 
-const COMPONENTS: [Embedded; 7] = [
+const COMPONENTS: [Embedded; 8] = [
     Embedded {
         name: "flash-attn",
         family: Family::FlashAttn,
@@ -70,6 +70,13 @@ const COMPONENTS: [Embedded; 7] = [
         default: true,
         bytes: include_bytes!(concat!(env!("OUT_DIR"), "/triton-mla-builder.wasm")),
     },
+    Embedded {
+        name: "mamba",
+        family: Family::Mamba,
+        backend: "MAMBA",
+        default: true,
+        bytes: include_bytes!(concat!(env!("OUT_DIR"), "/mamba-builder.wasm")),
+    },
 ];
 
 /// Every embedded component.
@@ -102,6 +109,9 @@ pub fn chaos(family: Family) -> Option<&'static [u8]> {
             env!("OUT_DIR"),
             "/chaos-flash-mla.wasm"
         ))),
-        Family::Mamba => None,
+        Family::Mamba => Some(include_bytes!(concat!(
+            env!("OUT_DIR"),
+            "/chaos-mamba.wasm"
+        ))),
     }
 }

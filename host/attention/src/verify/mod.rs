@@ -15,6 +15,7 @@ mod flash_attn;
 mod flash_mla;
 mod flashinfer;
 mod lanes;
+mod mamba;
 mod paged;
 mod refusal;
 mod step;
@@ -23,7 +24,7 @@ mod work_list;
 
 use timetable_types::{
     BuilderConfig, CommonAttentionMetadata, Family, Input, LaunchPromise, Metadata, Tensor,
-    flash_attn as fa, flash_mla as fm, flashinfer as fi, triton_attn as ta,
+    flash_attn as fa, flash_mla as fm, flashinfer as fi, mamba as mb, triton_attn as ta,
 };
 
 pub use refusal::{Refusal, Rule};
@@ -65,7 +66,7 @@ pub const fn rules(family: Family) -> Option<FamilyRules> {
         Family::Flashinfer => of::<fi::Metadata>(),
         Family::TritonAttn => of::<ta::Metadata>(),
         Family::FlashMla => of::<fm::Metadata>(),
-        Family::Mamba => None,
+        Family::Mamba => of::<mb::Metadata>(),
     }
 }
 
@@ -159,9 +160,9 @@ struct Scratch {
     marks: Vec<u8>,
     /// For each query tile its lowest KV chunk.
     first_chunk: Vec<i32>,
-    /// For each row the running sum of its query tiles.
+    /// For each row the running sum of its query tiles; or rows that verify drafts.
     tile_start: Vec<u32>,
-    /// For each row its KV chunks, or its spans.
+    /// For each row its KV chunks, or its spans; or rows that verify no drafts.
     chunks: Vec<u32>,
     /// For each work item its query tile, counted over the rows.
     item_tile: Vec<u32>,
@@ -181,7 +182,7 @@ impl Verifier {
             Metadata::Flashinfer(metadata) => metadata.verify(ctx, &mut self.scratch),
             Metadata::TritonAttn(metadata) => metadata.verify(ctx, &mut self.scratch),
             Metadata::FlashMla(metadata) => metadata.verify(ctx, &mut self.scratch),
-            Metadata::Mamba(_) => Err(Refusal::no_rules(metadata.family())),
+            Metadata::Mamba(metadata) => metadata.verify(ctx, &mut self.scratch),
         }
     }
 }

@@ -5,7 +5,7 @@ use timetable_attention::{
     Grant, Verifier, VerifyContext,
     batch::{PaddingValues, capture_batch, pad_step},
     plain_builder,
-    types::{CaptureShape, Family, Input, LaunchPromise, Metadata, Tensor, mamba},
+    types::{CaptureShape, Family, LaunchPromise, Metadata},
     verify, verify_step,
 };
 
@@ -141,29 +141,4 @@ fn captured_and_replayed_steps_are_within_the_promise() {
         ..promise
     };
     assert_eq!(refusal(&wider), "query_start_loc[1] is 2, must be 1");
-}
-
-#[test]
-fn families_without_rules_are_refused_and_have_no_plain_builder() {
-    let batch = Batch::random(1);
-    let metadata = Metadata::Mamba(mamba::Metadata::Linear(mamba::LinearMetadata {
-        num_prefills: 0,
-        num_prefill_tokens: 0,
-        num_decodes: batch.step.cam.num_reqs,
-        num_decode_tokens: batch.step.cam.num_actual_tokens,
-        query_start_loc: Tensor::Input(Input::QueryStartLoc),
-        seq_lens: Tensor::Input(Input::SeqLens),
-        state_indices_tensor: Tensor::Values(Vec::new()),
-    }));
-    let refusal = batch.with(Grant::Exact, |ctx| {
-        verify(&metadata, ctx).expect_err("no rules")
-    });
-    assert_eq!(
-        refusal.to_string(),
-        "no verifier rules for family mamba yet"
-    );
-    let error = plain_builder(Family::Mamba, &batch.config)
-        .err()
-        .expect("none yet");
-    assert_eq!(error.message, "no plain builder for family mamba yet");
 }

@@ -3,6 +3,8 @@
 
 #[path = "bases/flash_mla.rs"]
 mod flash_mla;
+#[path = "bases/mamba.rs"]
+mod mamba;
 #[path = "bases/triton_attn.rs"]
 mod triton_attn;
 
@@ -32,12 +34,15 @@ pub fn suite(family: Family) -> Option<Vec<Base>> {
         Family::Flashinfer => Some(flashinfer_bases()),
         Family::TritonAttn => Some(triton_attn::bases()),
         Family::FlashMla => Some(flash_mla::bases()),
-        Family::Mamba => None,
+        Family::Mamba => Some(mamba::bases()),
     }
 }
 
 /// A random step of a random layer, and good metadata for it with random splits, chunks, tiles and orders.
 pub fn random_base(family: Family, random: &mut Random) -> Base {
+    if family == Family::Mamba {
+        return mamba::random_base(random);
+    }
     let mut config = match random.chance(3) {
         true => windowed(random.pick(&[1, 7, 16, 33, 64])),
         false => config(),

@@ -456,6 +456,7 @@ fn lists(list: &[i64], siblings: &[Value], random: &mut Random) -> Vec<Mutant> {
             .map(|other| ("another list", numbers(other))),
     );
     made.push(("another list", (0..len as i64).collect()));
+    made.push(("another list", (1..=len as i64).collect()));
     made.into_iter()
         .map(|(kind, list)| (kind, json!(list)))
         .collect()

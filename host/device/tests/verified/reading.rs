@@ -4,6 +4,8 @@
 
 #[path = "reading/flash_mla.rs"]
 mod flash_mla;
+#[path = "reading/mamba.rs"]
+mod mamba;
 #[path = "reading/triton_attn.rs"]
 mod triton_attn;
 
@@ -44,7 +46,7 @@ pub fn read(case: &Case, metadata: &Metadata) -> Result<Reading, String> {
         Metadata::Flashinfer(record) => reader.flashinfer(record)?,
         Metadata::TritonAttn(record) => reader.triton_attn(record)?,
         Metadata::FlashMla(record) => reader.flash_mla(record)?,
-        _ => return Err("a family that nobody reads".to_owned()),
+        Metadata::Mamba(record) => return case.with(|ctx| mamba::read(ctx, record)),
     }
     reader
         .found

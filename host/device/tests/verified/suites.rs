@@ -34,6 +34,13 @@ struct Unverified {
 
 type Table = BTreeMap<String, BTreeMap<&'static str, Counts>>;
 
+/// Fields that are refused wherever they are given. What would be right in the first nothing says; MAMBA1 takes no drafts.
+const ALWAYS_REFUSED: [&str; 3] = [
+    "mamba2.replayssm",
+    "mamba1.num_accepted_tokens",
+    "mamba1.query_start_loc_d",
+];
+
 /// Searches for the last value in a direction that is accepted, from an accepted one on.
 fn bound(from: i64, direction: i64, mut accepts: impl FnMut(i64) -> bool) -> i64 {
     let (mut good, mut step) = (from, 1i64);
@@ -93,6 +100,13 @@ impl Suite<'_> {
         match self.bench.base.case.run(metadata, None) {
             Ran::Right => self.unverified.right += 1,
             Ran::Wrong(_) => self.unverified.wrong += 1,
+            // This reading takes what nobody verified; the other one does not.
+            Ran::NotHere(_) if metadata.family() == Family::Mamba => {
+                match self.bench.reads(metadata) {
+                    Verdict::Inert => self.unverified.right += 1,
+                    _ => self.unverified.wrong += 1,
+                }
+            }
             Ran::NotHere(_) => {}
         }
     }
@@ -213,7 +227,7 @@ fn every_mutant_is_refused_or_inert() {
             family.interface()
         );
         // What the CPU device does not run yet is only read.
-        if is_run(&bases[0]) {
+        if is_run(&bases[0]) || family == Family::Mamba {
             assert!(wrong > 20, "the bench sees no harm: {wrong}");
         } else {
             println!(
@@ -221,7 +235,10 @@ fn every_mutant_is_refused_or_inert() {
                 family.interface()
             );
         }
-        for field in &absent {
+        for field in absent
+            .iter()
+            .filter(|field| !ALWAYS_REFUSED.contains(&field.as_str()))
+        {
             assert!(
                 held.contains_key(field)
                     || held
