@@ -9,18 +9,24 @@ use std::{
     process::{Command, ExitCode},
 };
 
-const PACKAGES: [&str; 7] = [
+const PACKAGES: [&str; 13] = [
     "flash-attn-builder",
     "flash-attn-fixed-split-builder",
     "flashinfer-builder",
     "triton-attn-builder",
+    "flash-mla-builder",
+    "flash-attn-mla-builder",
+    "triton-mla-builder",
+    "mamba-builder",
     "chaos-flash-attn",
     "chaos-flashinfer",
     "chaos-triton-attn",
+    "chaos-flash-mla",
+    "chaos-mamba",
 ];
 
 /// What a component is made of.
-const SOURCES: [&str; 12] = [
+const SOURCES: [&str; 16] = [
     "guest-builders/.cargo/config.toml",
     "guest-builders/componentize",
     "guest-builders/sdk/src",
@@ -29,6 +35,10 @@ const SOURCES: [&str; 12] = [
     "guest-builders/flash-attn-fixed-split",
     "guest-builders/flashinfer",
     "guest-builders/triton-attn",
+    "guest-builders/flash-mla",
+    "guest-builders/flash-attn-mla",
+    "guest-builders/triton-mla",
+    "guest-builders/mamba",
     "guest-builders/chaos",
     "host/types/src",
     "host/types/Cargo.toml",

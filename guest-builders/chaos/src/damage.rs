@@ -6,10 +6,12 @@ use timetable_guest::types::{
     Causal, Dtype, Input, KvCacheLayout, RowRange, Scratch, Tensor, TensorSlice,
     flash_attn::{self, TileOrder},
     flashinfer::{self, Decode, Plan, PlanFunction, Prefill},
-    triton_attn,
 };
 
 use crate::{Command, Mischief, command::Random};
+
+mod flash_mla;
+mod triton_attn;
 
 /// A field, by reference.
 pub enum Place<'m> {
@@ -468,94 +470,6 @@ impl Damage for flashinfer::Metadata {
             let chosen = turn as usize % workers.max(1);
             for (worker, start) in starts.iter_mut().enumerate() {
                 *start = if worker <= chosen { 0 } else { items };
-            }
-        }
-    }
-}
-
-impl Damage for triton_attn::Metadata {
-    const FIELDS: &'static [&'static str] = &[
-        "num_actual_tokens",
-        "max_query_len",
-        "query_start_loc",
-        "max_seq_len",
-        "seq_lens",
-        "block_table",
-        "slot_mapping",
-        "causal",
-        "seq_threshold_3d",
-        "num_par_softmax_segments",
-        "softmax_segm_output",
-        "softmax_segm_max",
-        "softmax_segm_expsum",
-        "mm_prefix_range",
-        "rswa_prefix_lens",
-        "rswa_window",
-    ];
-
-    fn places(&mut self) -> Vec<(&'static str, Place<'_>)> {
-        let triton_attn::Metadata {
-            num_actual_tokens,
-            max_query_len,
-            query_start_loc,
-            max_seq_len,
-            seq_lens,
-            block_table,
-            slot_mapping,
-            causal,
-            seq_threshold_3d,
-            num_par_softmax_segments,
-            softmax_segm_output,
-            softmax_segm_max,
-            softmax_segm_expsum,
-            mm_prefix_range,
-            rswa_prefix_lens,
-            rswa_window,
-        } = self;
-        let places = [
-            Place::U32(num_actual_tokens),
-            Place::U32(max_query_len),
-            Place::Tensor(query_start_loc),
-            Place::U32(max_seq_len),
-            Place::Tensor(seq_lens),
-            Place::Tensor(block_table),
-            Place::Tensor(slot_mapping),
-            Place::Causal(causal),
-            Place::U32(seq_threshold_3d),
-            Place::U32(num_par_softmax_segments),
-            Place::Scratch(softmax_segm_output),
-            Place::Scratch(softmax_segm_max),
-            Place::Scratch(softmax_segm_expsum),
-            Place::MaybeTensor(mm_prefix_range),
-            Place::MaybeTensor(rswa_prefix_lens),
-            Place::U32(rswa_window),
-        ];
-        Self::FIELDS.iter().copied().zip(places).collect()
-    }
-
-    /// It has none but in tensors by value.
-    fn lists(&mut self) -> Vec<&mut Vec<i32>> {
-        let tensors = [&mut self.mm_prefix_range, &mut self.rswa_prefix_lens];
-        let lists = tensors.into_iter().filter_map(|tensor| {
-            match tensor.insert(Tensor::Values(Vec::new())) {
-                Tensor::Values(list) => Some(list),
-                _ => None,
-            }
-        });
-        lists.collect()
-    }
-
-    fn vary(&mut self, turn: u64) {
-        // Any number of segments is a good one.
-        let segments = 1 << (turn % 3);
-        self.num_par_softmax_segments = segments;
-        for scratch in [
-            &mut self.softmax_segm_output,
-            &mut self.softmax_segm_max,
-            &mut self.softmax_segm_expsum,
-        ] {
-            if let Some(size) = scratch.shape.get_mut(2) {
-                *size = segments;
             }
         }
     }

@@ -12,6 +12,7 @@
 mod command;
 mod damage;
 mod deeds;
+mod lazy_decodes;
 mod one_chunk;
 mod one_segment;
 mod one_split;
@@ -19,6 +20,7 @@ mod states;
 
 pub use command::{Command, Mischief};
 pub use damage::{Damage, Place};
+pub use lazy_decodes::LazyDecodes;
 pub use one_chunk::OneChunk;
 pub use one_segment::OneSegment;
 pub use one_split::OneSplit;

@@ -16,6 +16,7 @@
 pub mod abi;
 mod builder;
 pub mod flash_attn;
+pub mod flash_mla;
 pub mod flashinfer;
 #[cfg_attr(
     not(target_arch = "wasm32"),

@@ -31,8 +31,8 @@ const NULL_BLOCK_ID: i32 = 0;
 enum Accepted {
     /// Nothing was verified: one of one.
     One,
-    /// The model state's own device field.
-    Extra,
+    /// The model state's own device field, which has the step's rows or more.
+    Extra { has_more: bool },
     /// A graph is captured: as if every token had been.
     All,
 }
@@ -167,10 +167,12 @@ impl Record {
     /// If the batch has no rows, or the host's vectors do not fit them.
     pub fn build(&self, common: &CommonAttentionMetadata) -> Result<Metadata, BuildError> {
         let drafts = host_extra(common, NUM_DECODE_DRAFT_TOKENS_CPU).unwrap_or_default();
-        let is_given = device_extra(common, NUM_ACCEPTED_TOKENS) >= Some(common.num_reqs);
-        let accepted = match self.states > 1 && is_given {
-            true => Accepted::Extra,
-            false => Accepted::One,
+        let given = device_extra(common, NUM_ACCEPTED_TOKENS);
+        let accepted = match given {
+            Some(rows) if self.states > 1 && rows >= common.num_reqs => Accepted::Extra {
+                has_more: rows > common.num_reqs,
+            },
+            _ => Accepted::One,
         };
         self.build_with(common, drafts, accepted)
     }
@@ -279,7 +281,7 @@ impl Record {
         // Without accepted tokens no row is a verification, whatever its length.
         let threshold = match accepted {
             Accepted::One => 1,
-            Accepted::Extra | Accepted::All => self.decode_threshold,
+            Accepted::Extra { .. } | Accepted::All => self.decode_threshold,
         };
         let split = split_stateful(&BatchRows::from(common), drafts, threshold)
             .map_err(|error| decline(ErrorKind::InvalidValue, error.to_string()))?;
@@ -317,7 +319,7 @@ impl Record {
             num_accepted_tokens: match (is_verified, accepted) {
                 (true, _) => Some(self.accepted_tokens(&decodes, accepted, num_decodes)),
                 // Nobody reads it; the field hands it on.
-                (false, Accepted::Extra) => Some(PaddedTensor {
+                (false, Accepted::Extra { has_more: false }) => Some(PaddedTensor {
                     tensor: Tensor::Extra(NUM_ACCEPTED_TOKENS.to_owned()),
                     rows: common.num_reqs,
                     fill: 1,
@@ -411,8 +413,8 @@ impl Record {
             tensor: match accepted {
                 Accepted::One => Tensor::Values(vec![1; rows.len()]),
                 Accepted::All => Tensor::Values(rows.lens().collect()),
-                Accepted::Extra if rows.is_whole() => Tensor::Extra(name()),
-                Accepted::Extra => Tensor::ExtraRows(ExtraGather {
+                Accepted::Extra { has_more: false } if rows.is_whole() => Tensor::Extra(name()),
+                Accepted::Extra { .. } => Tensor::ExtraRows(ExtraGather {
                     name: name(),
                     rows: rows.list(),
                 }),

@@ -13,6 +13,7 @@ use std::fmt;
 use timetable_types::{
     Causal, Dtype, Family, KvCacheLayout, Metadata, Tensor,
     flash_attn::{self, Schedule},
+    flash_mla,
     flashinfer::{self, Decode, Plan, Prefill, TrtllmDecode, TrtllmPrefill, WorkList},
     triton_attn,
 };
@@ -88,13 +89,14 @@ pub fn compare(
         (Metadata::TritonAttn(served), Metadata::TritonAttn(other)) => {
             values(None, &triton_attn(served), &triton_attn(other))
         }
-        // No rules, so that nothing executes them: only equal records are known to mean the same.
-        (Metadata::FlashMla(_) | Metadata::Mamba(_), _) if served.family() == other.family() => {
-            match served == other {
-                true => Ok(()),
-                false => Err(difference("metadata", None, served, other)),
-            }
+        (Metadata::FlashMla(served), Metadata::FlashMla(other)) => {
+            values(None, &flash_mla(served), &flash_mla(other))
         }
+        // Its record leaves a builder nothing to choose: only equal ones are known to mean the same.
+        (Metadata::Mamba(_), Metadata::Mamba(_)) => match served == other {
+            true => Ok(()),
+            false => Err(difference("metadata", None, served, other)),
+        },
         _ => Err(Difference::Family {
             served: served.family(),
             other: other.family(),
@@ -248,6 +250,42 @@ fn triton_attn(metadata: &triton_attn::Metadata) -> [Named<'_>; 9] {
         ("mm_prefix_range", Value::Tensor(mm_prefix_range.as_ref())),
         ("rswa_prefix_lens", Value::Tensor(rswa_prefix_lens.as_ref())),
         ("rswa_window", Value::Number(window.into())),
+    ]
+}
+
+fn flash_mla(metadata: &flash_mla::Metadata) -> [Named<'_>; 6] {
+    let flash_mla::Metadata {
+        num_actual_tokens,
+        query_start_loc,
+        slot_mapping,
+        causal,
+        prefill,
+        // The step's and the configuration's.
+        num_reqs: _,
+        head_dim: _,
+        // Bounds of a launch: at least the true maxima.
+        max_query_len: _,
+        max_seq_len: _,
+        // Who runs a row, not what it sees; the verifier has seen that each sees all of its keys.
+        num_decodes: _,
+        num_decode_tokens: _,
+        num_prefills: _,
+        decode: _,
+    } = metadata;
+    let dtype = |of: fn(&flash_mla::MlaPrefill) -> Dtype| match prefill {
+        Some(prefill) => Value::Dtype(of(prefill)),
+        None => Value::Configured,
+    };
+    [
+        (
+            "num_actual_tokens",
+            Value::Number((*num_actual_tokens).into()),
+        ),
+        ("query_start_loc", Value::Tensor(Some(query_start_loc))),
+        ("slot_mapping", Value::Tensor(Some(slot_mapping))),
+        ("causal", Value::Flag(*causal)),
+        ("q_data_type", dtype(|prefill| prefill.q_data_type)),
+        ("output_dtype", dtype(|prefill| prefill.output_dtype)),
     ]
 }
 

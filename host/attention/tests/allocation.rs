@@ -71,17 +71,22 @@ fn verifying_and_resolving_allocate_once_and_then_never() {
         grant: Grant::Exact,
         ..step.context(&inputs)
     };
-    let made: Vec<Metadata> = [Family::FlashAttn, Family::Flashinfer, Family::TritonAttn]
-        .into_iter()
-        .map(|family| {
-            let mut builder = plain_builder(family, &step.config).expect("plain");
-            let mut metadata = builder.build(&step.step.cam, false).expect("built");
-            if let Metadata::FlashAttn(record) = &mut metadata {
-                record.schedule.tile_order = TileOrder::Rows(vec![2, 1, 0]);
-            }
-            metadata
-        })
-        .collect();
+    let made: Vec<Metadata> = [
+        Family::FlashAttn,
+        Family::FlashMla,
+        Family::Flashinfer,
+        Family::TritonAttn,
+    ]
+    .into_iter()
+    .map(|family| {
+        let mut builder = plain_builder(family, &step.config).expect("plain");
+        let mut metadata = builder.build(&step.step.cam, false).expect("built");
+        if let Metadata::FlashAttn(record) = &mut metadata {
+            record.schedule.tile_order = TileOrder::Rows(vec![2, 1, 0]);
+        }
+        metadata
+    })
+    .collect();
     let resolver = Resolver::new(&step.config, &step.step.cam, inputs);
     let mut verifier = Verifier::new();
     let mut out = Vec::new();

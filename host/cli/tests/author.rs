@@ -207,7 +207,9 @@ fn the_reference_components_pass_and_are_equal_to_themselves() {
     let scratch = tempfile::tempdir().unwrap();
     for known in timetable_reference::components() {
         let path = file(&scratch, known.name, known.bytes);
-        let report = check(&[&path]).succeeds().json();
+        let report = check(&[&path, "--backend", known.backend])
+            .succeeds()
+            .json();
         let found = findings(&report);
         assert_eq!(found, [], "{}", known.name);
         for tried in report["configurations"].as_array().unwrap() {

@@ -153,7 +153,8 @@ fn unknown_keys_are_refused_anywhere_with_the_nearest() {
         ),
         (
             "[builders.flash]\ncomponent = \"x.wasm\"",
-            "1:11 builders.flash = : there is no such backend; the tables are [builders.FLASH_ATTN], [builders.FLASHINFER], [builders.TRITON_ATTN]",
+            "1:11 builders.flash = : there is no such backend; the tables are [builders.FLASH_ATTN], [builders.FLASHINFER], [builders.TRITON_ATTN], \
+             [builders.FLASHMLA], [builders.FLASH_ATTN_MLA], [builders.TRITON_MLA], [builders.MAMBA]",
         ),
     ] {
         assert_eq!(problems(text), [expected], "{text}");

@@ -17,7 +17,7 @@ pub struct Embedded {
     pub bytes: &'static [u8],
 }
 
-const COMPONENTS: [Embedded; 4] = [
+const COMPONENTS: [Embedded; 8] = [
     Embedded {
         name: "flash-attn",
         family: Family::FlashAttn,
@@ -49,6 +49,34 @@ const COMPONENTS: [Embedded; 4] = [
         default: true,
         bytes: include_bytes!(concat!(env!("OUT_DIR"), "/triton-attn-builder.wasm")),
     },
+    Embedded {
+        name: "flash-mla",
+        family: Family::FlashMla,
+        backend: "FLASHMLA",
+        default: true,
+        bytes: include_bytes!(concat!(env!("OUT_DIR"), "/flash-mla-builder.wasm")),
+    },
+    Embedded {
+        name: "flash-attn-mla",
+        family: Family::FlashMla,
+        backend: "FLASH_ATTN_MLA",
+        default: true,
+        bytes: include_bytes!(concat!(env!("OUT_DIR"), "/flash-attn-mla-builder.wasm")),
+    },
+    Embedded {
+        name: "triton-mla",
+        family: Family::FlashMla,
+        backend: "TRITON_MLA",
+        default: true,
+        bytes: include_bytes!(concat!(env!("OUT_DIR"), "/triton-mla-builder.wasm")),
+    },
+    Embedded {
+        name: "mamba",
+        family: Family::Mamba,
+        backend: "MAMBA",
+        default: true,
+        bytes: include_bytes!(concat!(env!("OUT_DIR"), "/mamba-builder.wasm")),
+    },
 ];
 
 /// Every embedded component.
@@ -77,6 +105,13 @@ pub fn chaos(family: Family) -> Option<&'static [u8]> {
             env!("OUT_DIR"),
             "/chaos-triton-attn.wasm"
         ))),
-        Family::FlashMla | Family::Mamba => None,
+        Family::FlashMla => Some(include_bytes!(concat!(
+            env!("OUT_DIR"),
+            "/chaos-flash-mla.wasm"
+        ))),
+        Family::Mamba => Some(include_bytes!(concat!(
+            env!("OUT_DIR"),
+            "/chaos-mamba.wasm"
+        ))),
     }
 }

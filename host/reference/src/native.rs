@@ -115,6 +115,11 @@ pub fn native_twin(
             config,
         )?),
         "mamba" => Box::new(Native::<mamba_builder::FieldRecord>::create(config)?),
+        "flash-mla" => Box::new(Native::<flash_mla_builder::EvenParts>::create(config)?),
+        "flash-attn-mla" => Box::new(Native::<flash_attn_mla_builder::AheadOfTime>::create(
+            config,
+        )?),
+        "triton-mla" => Box::new(Native::<triton_mla_builder::Common>::create(config)?),
         _ => {
             let known: Vec<&str> = crate::components().iter().map(|known| known.name).collect();
             return Err(BuildFault::Fault {

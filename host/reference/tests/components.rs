@@ -2,11 +2,39 @@
 
 mod support;
 
-use support::{batch, config};
+use support::{batch, config, config_of};
 use timetable_attention::{BuildFault, MetadataBuilder};
 use timetable_reference::{Embedded, component, components, native_twin};
 use timetable_sandbox::{Limits, Sandbox, WasmBuilder};
-use timetable_types::{BuilderConfig, CaptureShape, ErrorKind};
+use timetable_types::{
+    BuilderConfig, CaptureShape, ErrorKind, Family, KvCacheSpecKind, MambaCacheMode, MambaSpec,
+    MambaType,
+};
+
+/// Configurations that a component serves: one, or of a family that keeps states each type of layer, and drafts.
+fn configs(embedded: &Embedded) -> Vec<BuilderConfig> {
+    if embedded.family != Family::Mamba {
+        return vec![config_of(embedded.family)];
+    }
+    let of_type = |mamba_type, drafts| {
+        let mut config = config();
+        config.kv_cache_spec.kind = KvCacheSpecKind::Mamba;
+        config.kv_cache_spec.mamba = Some(MambaSpec {
+            mamba_type,
+            cache_mode: MambaCacheMode::None,
+            num_speculative_blocks: drafts,
+            chunk_size: 64,
+        });
+        config.scheduler.num_speculative_tokens = drafts;
+        config
+    };
+    let mut configs: Vec<_> = MambaType::ALL
+        .iter()
+        .map(|mamba_type| of_type(*mamba_type, 0))
+        .collect();
+    configs.extend([of_type(MambaType::Mamba2, 3), of_type(MambaType::Gdn, 3)]);
+    configs
+}
 
 fn sandboxed(
     sandbox: &Sandbox,
@@ -23,59 +51,63 @@ fn sandboxed(
 #[test]
 fn every_component_agrees_with_its_native_twin() {
     let sandbox = Sandbox::new(Limits::default()).expect("the sandbox starts");
-    let config = config();
     for embedded in components() {
-        let name = embedded.name;
-        let mut guest =
-            sandboxed(&sandbox, embedded, &config).expect("a reference component starts");
-        let mut twin = native_twin(name, &config).expect("the twin starts");
-        assert_eq!(guest.info(), twin.info());
-        for (num_reqs, query_len) in [(64, 1), (3, 700)] {
-            let shape = CaptureShape {
-                num_tokens: num_reqs * query_len,
-                num_reqs,
-                max_query_len: query_len,
-                uniform_query_len: Some(query_len),
-            };
-            assert_eq!(
-                guest.launch_promise(&shape),
-                twin.launch_promise(&shape),
-                "{name}"
-            );
+        for config in configs(embedded) {
+            agrees(&sandbox, embedded, &config);
         }
-        for (decodes, prefills, seed) in [
-            (1, 0, 1),
-            (256, 0, 2),
-            (1024, 0, 3),
-            (100, 7, 4),
-            (0, 3, 5),
-            (0, 0, 6),
-            (1, 0, 7),
-        ] {
-            let common = batch(decodes, prefills, seed);
-            let batch = format!("{name}, {decodes} decodes and {prefills} prefills");
-            for fast in [false, true] {
-                let built = guest.build(&common, fast);
-                assert_eq!(built, twin.build(&common, fast), "{batch}");
-                if let (Ok(metadata), true) = (built, guest.info().supports_update_block_table) {
-                    assert_eq!(
-                        guest.update_block_table(&metadata, &common),
-                        twin.update_block_table(&metadata, &common),
-                        "{batch}"
-                    );
-                }
+    }
+}
+
+fn agrees(sandbox: &Sandbox, embedded: &Embedded, config: &BuilderConfig) {
+    let name = embedded.name;
+    let mut guest = sandboxed(sandbox, embedded, config).expect("a reference component starts");
+    let mut twin = native_twin(name, config).expect("the twin starts");
+    assert_eq!(guest.info(), twin.info());
+    for (num_reqs, query_len) in [(64, 1), (3, 700)] {
+        let shape = CaptureShape {
+            num_tokens: num_reqs * query_len,
+            num_reqs,
+            max_query_len: query_len,
+            uniform_query_len: Some(query_len),
+        };
+        assert_eq!(
+            guest.launch_promise(&shape),
+            twin.launch_promise(&shape),
+            "{name}"
+        );
+    }
+    for (decodes, prefills, seed) in [
+        (1, 0, 1),
+        (256, 0, 2),
+        (1024, 0, 3),
+        (100, 7, 4),
+        (0, 3, 5),
+        (0, 0, 6),
+        (1, 0, 7),
+    ] {
+        let common = batch(decodes, prefills, seed);
+        let batch = format!("{name}, {decodes} decodes and {prefills} prefills");
+        for fast in [false, true] {
+            let built = guest.build(&common, fast);
+            assert_eq!(built, twin.build(&common, fast), "{batch}");
+            if let (Ok(metadata), true) = (built, guest.info().supports_update_block_table) {
+                assert_eq!(
+                    guest.update_block_table(&metadata, &common),
+                    twin.update_block_table(&metadata, &common),
+                    "{batch}"
+                );
             }
-            assert_eq!(
-                guest.build_for_drafting(&common, 1),
-                twin.build_for_drafting(&common, 1),
-                "{batch}"
-            );
-            assert_eq!(
-                guest.build_for_cudagraph_capture(&common),
-                twin.build_for_cudagraph_capture(&common),
-                "{batch}"
-            );
         }
+        assert_eq!(
+            guest.build_for_drafting(&common, 1),
+            twin.build_for_drafting(&common, 1),
+            "{batch}"
+        );
+        assert_eq!(
+            guest.build_for_cudagraph_capture(&common),
+            twin.build_for_cudagraph_capture(&common),
+            "{batch}"
+        );
     }
 }
 
@@ -84,8 +116,9 @@ fn every_component_agrees_with_its_native_twin() {
 fn many_calls_stay_within_the_memory_cap() {
     let sandbox = Sandbox::new(Limits::default()).expect("the sandbox starts");
     for embedded in components() {
+        let config = &configs(embedded)[0];
         let mut guest =
-            sandboxed(&sandbox, embedded, &config()).expect("a reference component starts");
+            sandboxed(&sandbox, embedded, config).expect("a reference component starts");
         let batches = [batch(256, 0, 9), batch(1024, 0, 10), batch(40, 5, 11)];
         let first: Vec<_> = batches
             .iter()
@@ -119,6 +152,12 @@ fn a_configuration_that_a_builder_cannot_serve_is_declined_alike() {
         ("flash-attn", &no_pages, "kv_cache_spec.block_size is 0"),
         ("flashinfer", &sinks, "does not support attention sinks"),
         ("triton-attn", &ranks, "DCP not supported"),
+        (
+            "flash-mla",
+            &ranks,
+            "Head dimension 64 is not supported by MLA.",
+        ),
+        ("mamba", &ranks, "kv_cache_spec.mamba is missing"),
     ] {
         let embedded = component(name).expect("a reference component");
         let twin = native_twin(name, config).err().expect("the twin declines");
@@ -137,7 +176,7 @@ fn an_empty_batch_under_context_parallelism_is_declined_and_the_instance_lives()
     let mut config = config();
     config.parallel.dcp_world_size = 2;
     let embedded = component("flash-attn").expect("a reference component");
-    let mut guest = sandboxed(&sandbox, embedded, &config).expect("a reference component starts");
+    let mut guest = sandboxed(&sandbox, embedded, config).expect("a reference component starts");
     for _ in 0..3 {
         match guest.build(&batch(0, 0, 1), false) {
             Err(BuildFault::Declined(error)) => assert_eq!(error.kind, ErrorKind::InvalidValue),
@@ -155,7 +194,7 @@ fn an_unknown_builder_is_named_with_those_that_exist() {
     assert!(
         error
             .to_string()
-            .contains("flash-attn, flash-attn-fixed-split, flashinfer, triton-attn"),
+            .contains("flash-attn, flash-attn-fixed-split, flashinfer, triton-attn, flash-mla, flash-attn-mla, triton-mla, mamba"),
         "{error}"
     );
 }
@@ -165,9 +204,10 @@ fn an_unknown_builder_is_named_with_those_that_exist() {
 fn a_long_prefill_stays_within_its_fuel() {
     let sandbox = Sandbox::new(Limits::default()).expect("the sandbox starts");
     for embedded in components() {
+        let config = &configs(embedded)[0];
         let mut guest =
-            sandboxed(&sandbox, embedded, &config()).expect("a reference component starts");
-        let mut twin = native_twin(embedded.name, &config()).expect("the twin starts");
+            sandboxed(&sandbox, embedded, config).expect("a reference component starts");
+        let mut twin = native_twin(embedded.name, config).expect("the twin starts");
         for context in [0, 500, 24_000] {
             let mut common = batch(0, 1, 1);
             common.query_start_loc_cpu = vec![0, 8192];

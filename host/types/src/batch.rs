@@ -9,6 +9,7 @@
 
 mod mamba;
 mod mla;
+mod mla_context;
 mod mm_prefix;
 mod pages;
 
@@ -17,6 +18,7 @@ use core::fmt;
 
 pub use mamba::*;
 pub use mla::*;
+pub use mla_context::*;
 pub use mm_prefix::*;
 pub use pages::*;
 

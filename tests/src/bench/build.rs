@@ -6,7 +6,10 @@ use std::hint::black_box;
 use timetable_attention::MetadataBuilder;
 use timetable_reference::{component, native_twin};
 use timetable_sandbox::{WasmBuilder, measure::interleaved};
-use timetable_types::Metadata;
+use timetable_types::{
+    BuilderConfig, CommonAttentionMetadata, KvCacheSpecKind, MambaCacheMode, MambaSpec, MambaType,
+    Metadata,
+};
 
 use super::{
     Row,
@@ -31,11 +34,60 @@ const CASES: [(&str, u32, Option<f64>); 9] = [
     ("flashinfer", 1024, Some(40.0)),
 ];
 
+/// Types of layers that keep states, with the bar in µs for the mixed step of 256 rows.
+const STATEFUL: [(MambaType, Option<f64>); 5] = [
+    (MambaType::Mamba2, Some(15.0)),
+    (MambaType::Gdn, Some(20.0)),
+    (MambaType::Mamba1, None),
+    (MambaType::ShortConv, None),
+    (MambaType::Linear, None),
+];
+
 pub(super) fn measure() -> Vec<Row> {
-    CASES
-        .iter()
-        .flat_map(|&(name, rows, bar)| run(name, rows, bar))
-        .collect()
+    let decodes = CASES.iter().flat_map(|&(name, rows, bar)| {
+        let common = batch(rows, 0, LONGEST, LONGEST / PAGE).cam;
+        run(
+            name,
+            &format!("{rows} rows"),
+            &config(LONGEST),
+            &common,
+            bar,
+        )
+    });
+    let mixed = STATEFUL.iter().flat_map(|&(mamba_type, bar)| {
+        let mut config = config(LONGEST);
+        config.kv_cache_spec.kind = KvCacheSpecKind::Mamba;
+        config.kv_cache_spec.mamba = Some(MambaSpec {
+            mamba_type,
+            cache_mode: MambaCacheMode::None,
+            num_speculative_blocks: 0,
+            chunk_size: 256,
+        });
+        let case = format!("{mamba_type:?}, 256 rows, mixed");
+        run("mamba", &case, &config, &mixed_step(256), bar)
+    });
+    decodes.chain(mixed).collect()
+}
+
+/// Decodes, four chunks of 512 tokens of prompts that have 2,048 already, and four prompts of 512.
+fn mixed_step(rows: u32) -> CommonAttentionMetadata {
+    let mut common = batch(rows - 8, 0, 2_000, 2_000 / PAGE).cam;
+    common
+        .seq_lens_cpu_upper_bound
+        .iter_mut()
+        .for_each(|len| *len += 1_000);
+    common.is_prefilling = vec![0; rows as usize - 8];
+    for context in [2_048, 2_048, 2_048, 2_048, 0, 0, 0, 0] {
+        let start = common.num_actual_tokens as i32;
+        common.query_start_loc_cpu.push(start + 512);
+        common.seq_lens_cpu_upper_bound.push(512 + context);
+        common.is_prefilling.push(1);
+        common.num_reqs += 1;
+        common.num_actual_tokens += 512;
+    }
+    common.max_query_len = 512;
+    common.max_seq_len = 3_000;
+    common
 }
 
 fn shape(metadata: &Metadata) -> String {
@@ -57,26 +109,31 @@ fn shape(metadata: &Metadata) -> String {
     }
 }
 
-fn run(name: &str, rows: u32, bar: Option<f64>) -> [Row; 2] {
-    let config = config(LONGEST);
+fn run(
+    name: &str,
+    case: &str,
+    config: &BuilderConfig,
+    common: &CommonAttentionMetadata,
+    bar: Option<f64>,
+) -> [Row; 2] {
     let embedded = component(name).expect("an embedded component");
     let component = sandbox().load(embedded.bytes).expect("the component loads");
-    let mut guest = WasmBuilder::new(&component, &config).expect("the component starts");
-    let mut twin = native_twin(name, &config).expect("the twin starts");
-    let common = batch(rows, 0, LONGEST, LONGEST / PAGE).cam;
-    let shape = shape(&twin.build(&common, false).expect("the twin builds"));
+    let mut guest = WasmBuilder::new(&component, config).expect("the component starts");
+    let mut twin = native_twin(name, config).expect("the twin starts");
+    let shape = shape(&twin.build(common, false).expect("the twin builds"));
     let times = interleaved(
         ROUNDS,
         1,
         &mut [
-            &mut || drop(black_box(guest.build(&common, false)).expect("the component builds")),
-            &mut || drop(black_box(twin.build(&common, false)).expect("the twin builds")),
+            &mut || drop(black_box(guest.build(common, false)).expect("the component builds")),
+            &mut || drop(black_box(twin.build(common, false)).expect("the twin builds")),
         ],
     );
-    let fuel = sandbox().limits().fuel_for(rows);
+    let limits = sandbox().limits();
+    let fuel = limits.fuel_for_batch(common.num_reqs, common.num_actual_tokens);
     let used = fuel.saturating_sub(guest.fuel_left());
     let (wasm, native) = (times[0].median_ns / 1e3, times[1].median_ns / 1e3);
-    let row = Row::new(format!("build/{name}/{rows} rows"), wasm, "µs");
+    let row = Row::new(format!("build/{name}/{case}"), wasm, "µs");
     [
         row.clone().at_most(bar).note(format!(
             "p99 {:.2}, fuel {used} of {fuel}; {shape}",

@@ -1,12 +1,14 @@
 //! The reference builders against what the real ones did: every recorded case of FLASH_ATTN's and FLASHINFER's builders
-//! (compute capability 8.0, 9.0 and 10.0) and of TRITON_ATTN's, field by field, through the native twins and through the
-//! components.
+//! (compute capability 8.0, 9.0 and 10.0), of TRITON_ATTN's, of the MLA backends' and of the Mamba family's, field by field, through the
+//! native twins and through the components.
 //!
 //! Symbolic tensors are resolved from the case's inputs and compared with the recorded values. What is compared in another
 //! form than it was recorded is said beside the comparison.
 
 mod flash_attn;
+mod flash_mla;
 mod flashinfer;
+mod mamba;
 mod resolve;
 mod triton_attn;
 mod vectors;
@@ -22,12 +24,20 @@ type Make<'a> = &'a dyn Fn(&BuilderConfig) -> Box<dyn MetadataBuilder>;
 fn run(
     how: &str,
     name: &str,
+    check: impl FnMut(&vectors::File, &vectors::Case) -> Result<(), String>,
+) {
+    run_file(how, name, &vectors::File::load(name), check);
+}
+
+fn run_file(
+    how: &str,
+    name: &str,
+    file: &vectors::File,
     mut check: impl FnMut(&vectors::File, &vectors::Case) -> Result<(), String>,
 ) {
-    let file = vectors::File::load(name);
     let mut failures = Vec::new();
     for case in &file.cases {
-        if let Err(difference) = check(&file, case) {
+        if let Err(difference) = check(file, case) {
             failures.push(format!("case {} ({}): {difference}", case.id, case.kind));
         }
     }
@@ -55,20 +65,36 @@ const FLASHINFER: [&str; 3] = [
 
 const TRITON_ATTN: [&str; 1] = ["TritonAttentionMetadataBuilder"];
 
+/// Each backend's component, and its file.
+const FLASH_MLA: [(&str, &str); 3] = [
+    ("flash-mla", "FlashMLAMetadataBuilder"),
+    ("flash-attn-mla", "FlashAttnMLAMetadataBuilder"),
+    ("triton-mla", "MLACommonMetadataBuilder_TritonMLA"),
+];
+
+const MAMBA: [&str; 5] = [
+    "Mamba1AttentionMetadataBuilder",
+    "Mamba2AttentionMetadataBuilder",
+    "ShortConvAttentionMetadataBuilder",
+    "LinearAttentionMetadataBuilder",
+    "GDNAttentionMetadataBuilder",
+];
+
 /// A backend is done or not there: where a family has rules there are recorded cases, a reference component with a native
 /// twin, and a chaos builder. (Its mutation suite and its plain builder: `host/device/tests/verified`.)
 #[test]
 fn a_family_has_rules_and_everything_else_or_nothing() {
     for family in Family::ALL {
-        let cases = match family {
-            Family::FlashAttn => &FLASH_ATTN[..],
-            Family::Flashinfer => &FLASHINFER[..],
-            Family::TritonAttn => &TRITON_ATTN[..],
-            Family::FlashMla | Family::Mamba => &[],
+        let files = match family {
+            Family::FlashAttn => FLASH_ATTN.len(),
+            Family::Flashinfer => FLASHINFER.len(),
+            Family::TritonAttn => TRITON_ATTN.len(),
+            Family::FlashMla => FLASH_MLA.len(),
+            Family::Mamba => MAMBA.len(),
         };
         let components = timetable_reference::components();
         for (what, is_there) in [
-            ("recorded cases", !cases.is_empty()),
+            ("recorded cases", files > 0),
             (
                 "a reference component",
                 components.iter().any(|one| one.family == family),
@@ -132,6 +158,39 @@ fn triton_attn_natively() {
     }
 }
 
+#[test]
+fn flash_mla_natively() {
+    for (builder, name) in FLASH_MLA {
+        let make = native(builder);
+        let mut suite = flash_mla::Suite::new(&make);
+        run("native", name, |file, case| suite.check(file, case));
+    }
+}
+
+#[test]
+fn mamba_natively() {
+    let make = native("mamba");
+    for name in MAMBA {
+        let mut suite = mamba::Suite::new(&make, name);
+        run("native", name, |file, case| suite.check(file, case));
+    }
+}
+
+/// What the builders did while the field's engine ran a Mamba2 model and one of Qwen3-Next's kind.
+#[test]
+fn mamba_in_recorded_runs_of_an_engine() {
+    let make = native("mamba");
+    for (run, builder, steps) in [
+        ("mamba2_mrv2", "Mamba2AttentionMetadataBuilder", 14),
+        ("qwen3next_mrv2", "GDNAttentionMetadataBuilder", 21),
+    ] {
+        let file = vectors::File::steps(run, builder);
+        assert_eq!(file.cases.len(), steps, "{run}");
+        let mut suite = mamba::Suite::new(&make, builder);
+        run_file("native", run, &file, |file, case| suite.check(file, case));
+    }
+}
+
 /// The component called `name`, in a sandbox with the default limits.
 fn component(name: &str) -> impl Fn(&BuilderConfig) -> Box<dyn MetadataBuilder> {
     let sandbox = Sandbox::new(Limits::default()).expect("the sandbox starts");
@@ -167,6 +226,24 @@ fn triton_attn_as_a_component() {
     let make = component("triton-attn");
     for name in TRITON_ATTN {
         let mut suite = triton_attn::Suite::new(&make);
+        run("component", name, |file, case| suite.check(file, case));
+    }
+}
+
+#[test]
+fn flash_mla_as_a_component() {
+    for (builder, name) in FLASH_MLA {
+        let make = component(builder);
+        let mut suite = flash_mla::Suite::new(&make);
+        run("component", name, |file, case| suite.check(file, case));
+    }
+}
+
+#[test]
+fn mamba_as_a_component() {
+    let make = component("mamba");
+    for name in MAMBA {
+        let mut suite = mamba::Suite::new(&make, name);
         run("component", name, |file, case| suite.check(file, case));
     }
 }

@@ -1,8 +1,8 @@
-//! Evaluates the symbolic tensors that these two builders return, straightforwardly and independently of the product's own
+//! Evaluates the symbolic tensors that these builders return, straightforwardly and independently of the product's own
 //! resolver: an error in that one cannot hide here.
 
 use serde_json::{Value, json};
-use timetable_types::{BuilderConfig, DcpSource, Input, Tensor};
+use timetable_types::{BuilderConfig, ConvChunks, DcpSource, Input, StateColumn, Tensor};
 
 use crate::vectors::Tensors;
 
@@ -60,8 +60,68 @@ pub fn resolve(tensor: &Tensor, step: &Tensors, config: &BuilderConfig, indptr: 
             });
             json!(shares.collect::<Vec<_>>())
         }
+        Tensor::HasContext(rows) => {
+            let rows = rows.start as usize..rows.end as usize;
+            let starts = &step.query_start_loc;
+            let has = rows.map(|row| step.seq_lens[row] > starts[row + 1] - starts[row]);
+            json!(has.collect::<Vec<_>>())
+        }
+        Tensor::StateIndices(gather) => {
+            let block = i64::from(config.kv_cache_spec.block_size);
+            let states = gather.rows.iter().map(|&row| {
+                let row = row as usize;
+                let column = match gather.column {
+                    StateColumn::First => 0,
+                    StateColumn::LastToken => ((step.seq_lens[row] - 1).max(0) / block) as usize,
+                };
+                match &step.block_table[row][column..column + gather.width as usize] {
+                    [state] => json!(state),
+                    states => json!(states),
+                }
+            });
+            json!(states.collect::<Vec<_>>())
+        }
+        Tensor::RowMask(rows) => {
+            let named = |row: &usize| rows.contains(&(*row as u32));
+            let all = 0..step.seq_lens.len();
+            json!(all.map(|row| named(&row)).collect::<Vec<_>>())
+        }
+        Tensor::RowTokens(rows) => {
+            let starts = &step.query_start_loc;
+            let tokens = rows
+                .iter()
+                .flat_map(|&row| starts[row as usize]..starts[row as usize + 1]);
+            json!(tokens.collect::<Vec<_>>())
+        }
+        Tensor::Extra(name) => json!(extra(name, step)),
+        Tensor::ExtraRows(gather) => {
+            let all = extra(&gather.name, step);
+            let rows = gather.rows.iter().map(|&row| all[row as usize]);
+            json!(rows.collect::<Vec<_>>())
+        }
+        Tensor::ConvChunkRows(chunks) => conv_chunks(chunks, step, |row, _| row),
+        Tensor::ConvChunkOffsets(chunks) => conv_chunks(chunks, step, |_, offset| offset),
         other => panic!("these builders return no {other:?}"),
     }
+}
+
+fn extra<'s>(name: &str, step: &'s Tensors) -> &'s [i64] {
+    assert_eq!(name, "num_accepted_tokens");
+    step.num_accepted_tokens.as_ref().expect("it is given")
+}
+
+fn conv_chunks(chunks: &ConvChunks, step: &Tensors, value: impl Fn(i64, i64) -> i64) -> Value {
+    let mut buffer = Vec::new();
+    let starts = &step.query_start_loc[chunks.rows.start as usize..=chunks.rows.end as usize];
+    for (row, pair) in starts.windows(2).enumerate() {
+        let mut offset = 0;
+        while pair[0] + offset * i64::from(chunks.block_m) < pair[1] {
+            buffer.push(value(row as i64, offset));
+            offset += 1;
+        }
+    }
+    buffer.resize(chunks.length as usize, -1);
+    json!(buffer)
 }
 
 fn whole(input: Input, step: &Tensors) -> Value {

@@ -2,11 +2,12 @@
 
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use timetable_types::{
     AttentionConfig, BuilderConfig, BuilderInfo, Causal, CommonAttentionMetadata, CudagraphConfig,
-    CudagraphMode, CudagraphSupport, DcpInputs, DeviceConfig, Dtype, KvCacheLayout, KvCacheSpec,
-    KvCacheSpecKind, ParallelConfig, SchedulerConfig,
+    CudagraphMode, CudagraphSupport, DcpInputs, DeviceConfig, Dtype, Extra, ExtraValue,
+    KvCacheLayout, KvCacheSpec, KvCacheSpecKind, ParallelConfig, SchedulerConfig,
+    batch::{NUM_ACCEPTED_TOKENS, NUM_DECODE_DRAFT_TOKENS_CPU},
 };
 
 /// One file of cases.
@@ -35,17 +36,48 @@ pub struct Tensors {
     pub seq_lens: Vec<i64>,
     pub block_table: Vec<Vec<i64>>,
     pub slot_mapping: Vec<i64>,
+    /// A model state's own.
+    pub num_accepted_tokens: Option<Vec<i64>>,
+}
+
+fn read(name: &str) -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("vectors")
+        .join(name)
+        .with_added_extension("json");
+    let text = std::fs::read_to_string(&path)
+        .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    serde_json::from_str(&text).expect("vectors are JSON")
 }
 
 impl File {
+    /// What `builder` did in each step of a recorded run of the whole engine, on its CPU device without graphs. The builder's
+    /// own attributes are not recorded.
+    pub fn steps(name: &str, builder: &str) -> Self {
+        let run = read(&format!("engine/{name}"));
+        let steps = run["steps"].as_array().expect("steps").iter();
+        let of_builder = steps.filter(|step| step["builder"] == builder);
+        let cases = of_builder.clone().enumerate().map(|(id, step)| {
+            Case::parse(&json!({
+                "id": id,
+                "kind": "engine step",
+                "input": { "config": 0, "method": "build", "cam": step["cam"] },
+                "output": { "metadata": step["metadata"] },
+            }))
+        });
+        let config = json!({
+            "block_size": run["mamba_block_size"],
+            "compute_capability": "0.0",
+            "cudagraph_mode": "NONE",
+        });
+        Self {
+            configs: vec![json!({ "config": config })],
+            cases: cases.collect(),
+        }
+    }
+
     pub fn load(name: &str) -> Self {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("vectors")
-            .join(name)
-            .with_added_extension("json");
-        let text = std::fs::read_to_string(&path)
-            .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-        let value: Value = serde_json::from_str(&text).expect("vectors are JSON");
+        let value = read(name);
         Self {
             configs: value["configs"].as_array().expect("configs").clone(),
             cases: value["cases"]
@@ -83,6 +115,8 @@ fn s32(values: &[i64]) -> Vec<i32> {
 impl Case {
     fn parse(value: &Value) -> Self {
         let (input, cam) = (&value["input"], &value["input"]["cam"]);
+        let own = &input["build_kwargs"];
+        let own = |name: &str| own.get(name).map(integers);
         let tensors = Tensors {
             query_start_loc: integers(&cam["query_start_loc"]),
             seq_lens: integers(&cam["seq_lens"]),
@@ -93,8 +127,20 @@ impl Case {
                 .map(integers)
                 .collect(),
             slot_mapping: integers(&cam["slot_mapping"]),
+            num_accepted_tokens: own(NUM_ACCEPTED_TOKENS),
         };
         let number = |name: &str| cam[name].as_u64().expect("a count") as u32;
+        let accepted = tensors.num_accepted_tokens.as_ref();
+        let accepted = accepted.map(|rows| ExtraValue::Device(rows.len() as u32));
+        let drafts = own(NUM_DECODE_DRAFT_TOKENS_CPU).map(|drafts| ExtraValue::Host(s32(&drafts)));
+        let extras = [
+            (NUM_ACCEPTED_TOKENS, accepted),
+            (NUM_DECODE_DRAFT_TOKENS_CPU, drafts),
+        ];
+        let extras = extras.into_iter().filter_map(|(name, value)| {
+            let name = name.to_owned();
+            value.map(|value| Extra { name, value })
+        });
         let has_host_lengths = cam.get("seq_lens_cpu_upper_bound").is_some();
         let common = CommonAttentionMetadata {
             num_reqs: number("num_reqs"),
@@ -121,7 +167,7 @@ impl Case {
             req_idx: Vec::new(),
             mm_req_doc_ranges: Vec::new(),
             replayssm_decode_base_cpu: Vec::new(),
-            extras: Vec::new(),
+            extras: extras.collect(),
         };
         Self {
             id: value["id"].as_u64().expect("id"),

@@ -5,14 +5,16 @@
 //! holds that.
 
 mod flash_attn;
+mod flash_mla;
 mod flashinfer;
+mod mamba;
 mod triton_attn;
 
 use timetable_types::{BuildError, BuilderConfig, ErrorKind, Family};
 
 use crate::builder::{BuildFault, MetadataBuilder};
 
-/// The plain builder of a family, or why there is none: the configuration makes no sense, or the family has none yet.
+/// The plain builder of a family, or why there is none: the configuration makes no sense.
 pub fn plain_builder(
     family: Family,
     config: &BuilderConfig,
@@ -28,10 +30,8 @@ pub fn plain_builder(
         Family::FlashAttn => Ok(Box::new(flash_attn::PlainFlashAttn::new(config.clone()))),
         Family::Flashinfer => Ok(Box::new(flashinfer::PlainFlashinfer::new(config.clone())?)),
         Family::TritonAttn => Ok(Box::new(triton_attn::PlainTritonAttn::new(config.clone())?)),
-        Family::FlashMla | Family::Mamba => Err(BuildError {
-            kind: ErrorKind::NotImplemented,
-            message: format!("no plain builder for family {} yet", family.interface()),
-        }),
+        Family::FlashMla => Ok(Box::new(flash_mla::PlainFlashMla::new(config.clone())?)),
+        Family::Mamba => Ok(Box::new(mamba::PlainMamba::new(config.clone())?)),
     }
 }
 

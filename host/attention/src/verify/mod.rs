@@ -12,8 +12,10 @@
 //! the largest batch seen. This module must never know which builder made the metadata, nor a device.
 
 mod flash_attn;
+mod flash_mla;
 mod flashinfer;
 mod lanes;
+mod mamba;
 mod paged;
 mod refusal;
 mod step;
@@ -22,7 +24,7 @@ mod work_list;
 
 use timetable_types::{
     BuilderConfig, CommonAttentionMetadata, Family, Input, LaunchPromise, Metadata, Tensor,
-    flash_attn as fa, flashinfer as fi, triton_attn as ta,
+    flash_attn as fa, flash_mla as fm, flashinfer as fi, mamba as mb, triton_attn as ta,
 };
 
 pub use refusal::{Refusal, Rule};
@@ -41,7 +43,7 @@ pub enum Grant {
     Exact,
     /// Whole context blocks may be left out; the blocks that this step writes may not, and blocks before a sliding window may
     /// not be taken back in. Only a family whose record can say which blocks ([`FamilyRules::selects_blocks`]) gains anything:
-    /// FLASHINFER's can; FLASH_ATTN's and TRITON_ATTN's have the whole block table by reference, so for them this is `Exact`.
+    /// FLASHINFER's can; the others' have whole rows of the block table by reference, so for them this is `Exact`.
     Subset,
 }
 
@@ -63,7 +65,8 @@ pub const fn rules(family: Family) -> Option<FamilyRules> {
         Family::FlashAttn => of::<fa::Metadata>(),
         Family::Flashinfer => of::<fi::Metadata>(),
         Family::TritonAttn => of::<ta::Metadata>(),
-        Family::FlashMla | Family::Mamba => None,
+        Family::FlashMla => of::<fm::Metadata>(),
+        Family::Mamba => of::<mb::Metadata>(),
     }
 }
 
@@ -157,9 +160,9 @@ struct Scratch {
     marks: Vec<u8>,
     /// For each query tile its lowest KV chunk.
     first_chunk: Vec<i32>,
-    /// For each row the running sum of its query tiles.
+    /// For each row the running sum of its query tiles; or rows that verify drafts.
     tile_start: Vec<u32>,
-    /// For each row its KV chunks, or its spans.
+    /// For each row its KV chunks, or its spans; or rows that verify no drafts.
     chunks: Vec<u32>,
     /// For each work item its query tile, counted over the rows.
     item_tile: Vec<u32>,
@@ -178,7 +181,8 @@ impl Verifier {
             Metadata::FlashAttn(metadata) => metadata.verify(ctx, &mut self.scratch),
             Metadata::Flashinfer(metadata) => metadata.verify(ctx, &mut self.scratch),
             Metadata::TritonAttn(metadata) => metadata.verify(ctx, &mut self.scratch),
-            Metadata::FlashMla(_) | Metadata::Mamba(_) => Err(Refusal::no_rules(metadata.family())),
+            Metadata::FlashMla(metadata) => metadata.verify(ctx, &mut self.scratch),
+            Metadata::Mamba(metadata) => metadata.verify(ctx, &mut self.scratch),
         }
     }
 }

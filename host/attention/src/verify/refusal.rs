@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use timetable_types::Family;
-
 /// Why a step or a builder's metadata is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refusal {
@@ -50,8 +48,6 @@ pub enum Rule {
     Absent,
     /// Selected blocks without the operator's grant.
     Granted,
-    /// The family has no rules yet.
-    NoRules(Family),
 }
 
 impl Refusal {
@@ -81,10 +77,6 @@ impl Refusal {
         Refusal::new(field, 0, Rule::Present, 1)
     }
 
-    pub(super) fn no_rules(family: Family) -> Self {
-        Refusal::new("family", 0, Rule::NoRules(family), 0)
-    }
-
     /// The field belongs to `part`, unless an inner record said so already.
     pub(super) fn within(self, part: &'static str) -> Self {
         if self.part.is_empty() {
@@ -97,9 +89,6 @@ impl Refusal {
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Rule::NoRules(family) = self.rule {
-            return write!(f, "no verifier rules for family {} yet", family.interface());
-        }
         if !self.part.is_empty() {
             write!(f, "{}.", self.part)?;
         }
@@ -125,7 +114,6 @@ impl fmt::Display for Refusal {
                 f,
                 " selects blocks without the grant `subset`; ask the operator to grant it"
             ),
-            Rule::NoRules(_) => Ok(()),
         }
     }
 }

@@ -6,6 +6,7 @@
 use timetable_types::{
     Causal, CommonAttentionMetadata, DcpInputs, EncoderInputs, ExtraValue, FastPrefillInputs,
     KvCacheSpecKind,
+    batch::{NUM_ACCEPTED_TOKENS, NUM_DECODE_DRAFT_TOKENS_CPU},
 };
 
 use super::{
@@ -247,6 +248,40 @@ pub fn verify_step(ctx: &VerifyContext<'_>) -> Result<(), Refusal> {
                     Rule::AtLeast,
                     announced.into(),
                 ));
+            }
+        }
+    }
+    if kind == KvCacheSpecKind::Mamba {
+        states_rule(ctx)?;
+    }
+    Ok(())
+}
+
+/// Of a group that keeps states: a row without tokens is padding; accepted and draft tokens are for every row, and no more than
+/// there are states for.
+fn states_rule(ctx: &VerifyContext<'_>) -> Result<(), Refusal> {
+    let rows = ctx.rows();
+    let (starts, lens) = (ctx.inputs.query_start_loc, ctx.inputs.seq_lens);
+    for (row, (&len, pair)) in lens.iter().zip(starts.windows(2)).enumerate() {
+        if pair[0] == pair[1] && len != 0 {
+            return Err(Refusal::at("seq_lens", row, len.into(), Rule::Equal, 0));
+        }
+    }
+    let drafts = i64::from(ctx.config.scheduler.num_speculative_tokens);
+    let device = ctx.inputs.extras.iter();
+    let device = device.filter(|(name, _)| *name == NUM_ACCEPTED_TOKENS);
+    for (_, accepted) in device {
+        for (row, &accepted) in accepted.iter().take(rows).enumerate() {
+            element(NUM_ACCEPTED_TOKENS, row, accepted.into(), 1, 1 + drafts)?;
+        }
+    }
+    for extra in &ctx.common.extras {
+        if let ExtraValue::Host(values) = &extra.value
+            && extra.name == NUM_DECODE_DRAFT_TOKENS_CPU
+        {
+            length(NUM_DECODE_DRAFT_TOKENS_CPU, values.len(), rows)?;
+            for (row, &value) in values.iter().enumerate() {
+                element(NUM_DECODE_DRAFT_TOKENS_CPU, row, value.into(), -1, drafts)?;
             }
         }
     }

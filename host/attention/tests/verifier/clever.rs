@@ -3,8 +3,10 @@
 use timetable_attention::{
     plain_builder,
     types::{
-        Family, Metadata,
+        Family, Matrix, Metadata, Tensor,
+        batch::ContextWorkspace,
         flash_attn::TileOrder,
+        flash_mla::{DecodeSchedule, TileSchedule},
         flashinfer::{Decode, Plan, Prefill, WorkList},
     },
 };
@@ -65,6 +67,67 @@ pub fn triton_attn(batch: &Batch, random: &mut Random) -> Metadata {
             scratch.shape[2] = record.num_par_softmax_segments;
         }
     }
+    metadata
+}
+
+/// The MLA backends' with chunks of another workspace, and on one rank with the decodes' pages dealt out at random.
+pub fn flash_mla(batch: &Batch, random: &mut Random) -> Metadata {
+    let mut builder = plain_builder(Family::FlashMla, &batch.config).expect("plain");
+    let mut metadata = builder.build(&batch.step.cam, false).expect("built");
+    let Metadata::FlashMla(record) = &mut metadata else {
+        return metadata;
+    };
+    let (config, common) = (&batch.config, &batch.step.cam);
+    if let Some(prefill) = &mut record.prefill {
+        let first = record.num_decodes as usize;
+        let starts = &common.query_start_loc_cpu[first..];
+        let rebased: Vec<i32> = starts.iter().map(|start| start - starts[0]).collect();
+        let lens = &common.seq_lens_cpu_upper_bound[first..];
+        let contexts = lens.iter().zip(rebased.windows(2));
+        let contexts = contexts
+            .map(|(len, pair)| len - (pair[1] - pair[0]))
+            .collect();
+        let workspace = ContextWorkspace::new(config, random.pick(&[1, 100, 500, 5_000]));
+        let workspace = workspace.expect("a workspace");
+        prefill.chunked_context = workspace
+            .chunked_context(contexts, &rebased)
+            .expect("a plan");
+    }
+    let (Some(decode), 1) = (&mut record.decode, config.parallel.dcp_world_size) else {
+        return metadata;
+    };
+    let page = config.kv_cache_spec.block_size;
+    let rows = record.num_decodes as usize;
+    let pages = |row: usize| (common.seq_lens_cpu_upper_bound[row].max(1) as u32).div_ceil(page);
+    let (mut parts, mut splits, mut from) = (Vec::new(), vec![0], [0, 0, 0]);
+    let mut most = 1;
+    for row in 0..rows {
+        let (mut page, mut split) = (0, 0);
+        while page < pages(row) {
+            page += random.between(1, 20).min(i64::from(pages(row) - page)) as u32;
+            split += 1;
+            let ends = page == pages(row);
+            // Some parts go on with the next request.
+            if !ends || row + 1 == rows || random.chance(2) {
+                parts.extend([from[0], from[1], row as i32, page as i32, from[2], 0, 0, 0]);
+                from = match ends {
+                    true => [row as i32 + 1, 0, 0],
+                    false => [row as i32, page as i32, split],
+                };
+            }
+        }
+        most = most.max(split as u32);
+        splits.push(splits[row] + split);
+    }
+    decode.max_num_splits = most;
+    decode.schedule = DecodeSchedule::Tiles(TileSchedule {
+        tile_scheduler_metadata: Tensor::Matrix(Matrix {
+            rows: parts.len() as u32 / 8,
+            columns: 8,
+            values: parts,
+        }),
+        num_splits: Tensor::Values(splits),
+    });
     metadata
 }
 

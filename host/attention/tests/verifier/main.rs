@@ -3,7 +3,10 @@
 
 mod clever;
 mod flash_attn_fields;
+mod flash_mla_fields;
 mod flashinfer_fields;
+mod mamba_fields;
+mod mamba_steps;
 mod meaning;
 mod mutations;
 mod plain;

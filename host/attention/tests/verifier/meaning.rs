@@ -8,6 +8,7 @@ use timetable_attention::{
         Causal, Dtype, Family, Input, KvCacheLayout, Matrix, Metadata, PageSelection, RowRange,
         Tensor,
         flash_attn::{self, TileOrder},
+        flash_mla,
         flashinfer::{self, Decode, Plan, Prefill},
         triton_attn,
     },
@@ -30,6 +31,7 @@ fn another_division_of_the_work_means_the_same() {
         let batch = Batch::random(seed);
         let mut random = Random(seed ^ 0xd1f);
         let mut made = vec![
+            (Family::FlashMla, clever::flash_mla(&batch, &mut random)),
             (Family::FlashAttn, clever::flash_attn(&batch, &mut random)),
             (Family::Flashinfer, clever::flashinfer(&batch, &mut random)),
         ];
@@ -178,6 +180,40 @@ fn each_field_of_triton_attn_has_a_meaning_or_none() {
     ];
     changes(Family::TritonAttn, &table, |metadata| match metadata {
         Metadata::TritonAttn(record) => Some(record),
+        _ => None,
+    });
+}
+
+#[test]
+fn each_field_of_flash_mla_has_a_meaning_or_none() {
+    use flash_mla::Metadata as M;
+    let table: [Change<M>; 12] = [
+        ("num_actual_tokens", true, |m| m.num_actual_tokens += 1),
+        ("query_start_loc", true, |m| {
+            m.query_start_loc = Tensor::Input(Input::SeqLens);
+        }),
+        ("slot_mapping", true, |m| {
+            m.slot_mapping = Tensor::Input(Input::Positions);
+        }),
+        ("causal", true, |m| m.causal = false),
+        ("q_data_type", true, |m| {
+            m.prefill.as_mut().unwrap().q_data_type = Dtype::Float8E4m3;
+        }),
+        ("output_dtype", true, |m| {
+            m.prefill.as_mut().unwrap().output_dtype = Dtype::Float16;
+        }),
+        // Who runs a row, in which pieces of context, and how its keys are divided.
+        ("prefill", false, |m| m.prefill = None),
+        ("decode", false, |m| m.decode = None),
+        ("num_decodes", false, |m| m.num_decodes += 1),
+        ("max_query_len", false, |m| m.max_query_len += 1),
+        ("max_seq_len", false, |m| m.max_seq_len += 1),
+        ("chunked_context", false, |m| {
+            m.prefill.as_mut().unwrap().chunked_context = None;
+        }),
+    ];
+    changes(Family::FlashMla, &table, |metadata| match metadata {
+        Metadata::FlashMla(record) => Some(record),
         _ => None,
     });
 }

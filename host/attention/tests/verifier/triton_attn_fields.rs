@@ -230,6 +230,8 @@ fn a_captured_graph_bounds_segments_and_scratch() {
     );
 }
 
+type Edit = (fn(&mut Matrix), &'static str);
+
 #[test]
 fn spans_have_a_rule() {
     let mut batch = fixed_batch(fixed_config());
@@ -245,7 +247,7 @@ fn spans_have_a_rule() {
         change(matrix);
         verdict(&batch, &record)
     };
-    let cases: [(fn(&mut Matrix), &str); 8] = [
+    let cases: [Edit; 8] = [
         (|m| m.values[8] = 4, "mm_prefix_range[2] is 4, must be 3"),
         (
             |m| m.values[11] = 13,

@@ -22,24 +22,29 @@ pub fn run(arguments: &Check) -> Result<(), Failure> {
     };
     let sandbox = Sandbox::new(Limits::default()).map_err(Failure::of(Exit::Failure))?;
     let component = sandbox.load(&bytes).map_err(|error| wrong(&error))?;
-    let reference = timetable_reference::components()
+    let of_family: Vec<_> = timetable_reference::components()
         .iter()
-        .find(|known| known.default && known.family == component.family());
-    let Some(reference) = reference else {
-        return Err(wrong(&format!(
-            "it exports {}, a family that this host has no rules for and runs no builders of; build for {}",
-            component.family().interface(),
-            backends().join(" or ")
-        )));
+        .filter(|known| known.default && known.family == component.family())
+        .collect();
+    // A family may serve several backends: the first, unless another is named.
+    let reference = match &arguments.backend {
+        None => of_family.first(),
+        Some(backend) => of_family.iter().find(|known| known.backend == backend),
     };
-    if let Some(backend) = &arguments.backend
-        && backend != reference.backend
-    {
-        return Err(wrong(&format!(
-            "it builds for {}, not for {backend}; build it against that backend's interface, or leave --backend out",
-            reference.backend
-        )));
-    }
+    let Some(&reference) = reference else {
+        let there: Vec<&str> = of_family.iter().map(|known| known.backend).collect();
+        return Err(wrong(&match (there.is_empty(), &arguments.backend) {
+            (false, Some(backend)) => format!(
+                "it builds for {}, not for {backend}; build it against that backend's interface, or leave --backend out",
+                there.join(" or ")
+            ),
+            _ => format!(
+                "it exports {}, a family that this host has no rules for and runs no builders of; build for {}",
+                component.family().interface(),
+                backends().join(" or ")
+            ),
+        }));
+    };
 
     let mut report = Report {
         path: origin.clone(),
@@ -65,7 +70,7 @@ pub fn run(arguments: &Check) -> Result<(), Failure> {
         GrantArg::Exact => Grant::Exact,
         GrantArg::Subset => Grant::Subset,
     };
-    for configuration in batches::configurations(&arguments.builder_option) {
+    for configuration in batches::configurations(component.family(), &arguments.builder_option) {
         let cases = batches::cases(&configuration.config, arguments.seed, arguments.batches);
         examine::Examination {
             component: &component,
@@ -77,7 +82,7 @@ pub fn run(arguments: &Check) -> Result<(), Failure> {
         .run(&cases)
         .map_err(Failure::of(Exit::Failure))?;
     }
-    let config = batches::gpu(&arguments.builder_option);
+    let config = batches::gpu(component.family(), &arguments.builder_option);
     cost::measure(&component, reference.bytes, &config, &mut report)
         .map_err(Failure::of(Exit::Failure))?;
 

@@ -1,6 +1,10 @@
 //! Good metadata to start from: for each family enough records that every field of the contract has a value in one of them.
 //! A new family adds a suite here. It must never know how records are broken.
 
+#[path = "bases/flash_mla.rs"]
+mod flash_mla;
+#[path = "bases/mamba.rs"]
+mod mamba;
 #[path = "bases/triton_attn.rs"]
 mod triton_attn;
 
@@ -29,12 +33,16 @@ pub fn suite(family: Family) -> Option<Vec<Base>> {
         Family::FlashAttn => Some(flash_attn_bases()),
         Family::Flashinfer => Some(flashinfer_bases()),
         Family::TritonAttn => Some(triton_attn::bases()),
-        Family::FlashMla | Family::Mamba => None,
+        Family::FlashMla => Some(flash_mla::bases()),
+        Family::Mamba => Some(mamba::bases()),
     }
 }
 
 /// A random step of a random layer, and good metadata for it with random splits, chunks, tiles and orders.
 pub fn random_base(family: Family, random: &mut Random) -> Base {
+    if family == Family::Mamba {
+        return mamba::random_base(random);
+    }
     let mut config = match random.chance(3) {
         true => windowed(random.pick(&[1, 7, 16, 33, 64])),
         false => config(),
@@ -54,7 +62,8 @@ pub fn random_base(family: Family, random: &mut Random) -> Base {
         rows.push((query, query + random.pick(&[0, 0, 5, 16, 60])));
     }
     let padding = random.pick(&[(0, 0), (0, 0), (1, 0), (2, 3)]);
-    let causal = Causal::All(!random.chance(5));
+    // The MLA backends have causal groups only.
+    let causal = Causal::All(!random.chance(5) || family == Family::FlashMla);
     let case = Case::new(config, causal, &rows, padding, no_edit);
     base("random", family, case, |case, metadata| {
         let most = case.config.max_num_splits;
@@ -81,6 +90,7 @@ pub fn random_base(family: Family, random: &mut Random) -> Base {
                 }
             }
             Metadata::TritonAttn(record) => triton_attn::random(case, record, random),
+            Metadata::FlashMla(record) => flash_mla::random(case, record, random),
             _ => panic!("another family"),
         }
     })

@@ -50,10 +50,15 @@ impl<'b> Bench<'b> {
         match case.run(metadata, expected.as_deref()) {
             Ran::Right => Verdict::Inert,
             Ran::Wrong(problem) => Verdict::Harmful(problem),
-            Ran::NotHere(_) => match (read(case, metadata), &self.reading) {
-                (Ok(found), Ok(wanted)) if found == *wanted => Verdict::Inert,
-                (found, _) => Verdict::Harmful(format!("attends otherwise: {:?}", found.err())),
-            },
+            Ran::NotHere(_) => self.reads(metadata),
+        }
+    }
+
+    /// The verdict by reading alone.
+    pub fn reads(&self, metadata: &Metadata) -> Verdict {
+        match (read(&self.base.case, metadata), &self.reading) {
+            (Ok(found), Ok(wanted)) if found == *wanted => Verdict::Inert,
+            (found, _) => Verdict::Harmful(format!("attends otherwise: {:?}", found.err())),
         }
     }
 }

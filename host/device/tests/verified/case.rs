@@ -3,7 +3,7 @@
 //! how metadata was built or broken.
 
 use timetable_attention::{
-    Grant, VerifyContext,
+    Grant, StepInputs, VerifyContext,
     batch::{ContextParallel, GroupStep, SlotRule, StepTensors, slot_mapping_into},
 };
 use timetable_device::cpu::{AttentionConfig, CacheDtype, KvCache, StepMetadata, new_impl};
@@ -130,6 +130,8 @@ pub struct Case {
     pub grant: Grant,
     pub promise: Option<LaunchPromise>,
     pub num_blocks: u32,
+    /// A model state's own device fields.
+    pub extras: Vec<(&'static str, Vec<i32>)>,
     layer: AttentionConfig,
     query: Vec<f32>,
     /// For each row, f32 [keys, kv heads, head size].
@@ -278,6 +280,7 @@ impl Case {
             grant: Grant::Exact,
             promise: None,
             num_blocks: num_blocks as u32,
+            extras: Vec::new(),
             layer,
             query,
             keys,
@@ -287,7 +290,8 @@ impl Case {
             config,
             step,
         };
-        if case.config.parallel.dcp_world_size == 1 {
+        let has_keys = case.config.kv_cache_spec.kind != KvCacheSpecKind::Mamba;
+        if case.config.parallel.dcp_world_size == 1 && has_keys {
             case.caches = (0..rows.len())
                 .filter(|&row| rows[row].0 > 0)
                 .map(|row| (row, case.poisoned_for(row)))
@@ -299,7 +303,14 @@ impl Case {
 
     /// Calls `f` with the step's context.
     pub fn with<T>(&self, f: impl FnOnce(&VerifyContext<'_>) -> T) -> T {
-        let inputs = self.step.tensors.inputs();
+        let extras = self.extras.iter();
+        let extras: Vec<_> = extras
+            .map(|(name, rows)| (*name, rows.as_slice()))
+            .collect();
+        let inputs = StepInputs {
+            extras: &extras,
+            ..self.step.tensors.inputs()
+        };
         f(&VerifyContext {
             config: &self.config,
             common: &self.step.cam,
@@ -425,7 +436,7 @@ impl Case {
     /// Runs `metadata` against `expected`, or against attention to every key.
     pub fn run(&self, metadata: &Metadata, expected: Option<&[f64]>) -> Ran {
         if self.caches.is_empty() {
-            return Ran::NotHere("decode context parallelism".to_owned());
+            return Ran::NotHere("decode context parallelism, or states".to_owned());
         }
         let mut step = StepMetadata::new();
         let inputs = self.step.tensors.inputs();

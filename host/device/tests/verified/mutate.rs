@@ -17,6 +17,8 @@ pub enum Shape {
     Flag,
     Name,
     List,
+    /// A list of records.
+    Records,
     Tensor,
     Variant,
     Record,
@@ -77,7 +79,15 @@ fn walk(record: &Value, pointer: &str, field: &str, found: &mut Vec<Place>) {
         Value::Number(number) if number.is_f64() => place(Shape::Real),
         Value::Number(_) => place(Shape::Integer),
         Value::Bool(_) => place(Shape::Flag),
-        Value::Array(_) => place(Shape::List),
+        Value::Array(_) if parse(&replaced(record, pointer, json!([0]))).is_some() => {
+            place(Shape::List);
+        }
+        Value::Array(records) => {
+            place(Shape::Records);
+            for index in 0..records.len() {
+                walk_fields(record, &format!("{pointer}/{index}"), field, found);
+            }
+        }
         Value::String(_) if is_tensor() => place(Shape::Tensor),
         Value::String(_) => place(Shape::Name),
         Value::Null => place(Shape::Nothing),
@@ -181,6 +191,7 @@ pub fn kinds(shape: Shape, values: &[Value]) -> Vec<&'static str> {
         Shape::Variant => vec!["another case"],
         // Its fields are broken, and it is replaced by what others hold, if they do.
         Shape::Record => Vec::new(),
+        Shape::Records => vec!["dropped", "duplicated", "cleared"],
         Shape::Nothing => vec!["given"],
         Shape::List => {
             let varied = |value: &Value| {
@@ -245,6 +256,7 @@ pub fn mutants(record: &Value, place: &Place, donors: &Donors, random: &mut Rand
             .map(|name| ("another case", name))
             .collect(),
         (Shape::Record, _) => Vec::new(),
+        (Shape::Records, Value::Array(list)) => records(list),
         _ => {
             let pool = tensors(&a_tensor())
                 .into_iter()
@@ -280,6 +292,24 @@ fn sibling_lists(record: &Value, place: &Place) -> Vec<Value> {
         Some(Value::Object(fields)) => fields.values().filter(|v| v.is_array()).cloned().collect(),
         _ => Vec::new(),
     }
+}
+
+/// Without one, with one twice, in another order, without any.
+fn records(list: &[Value]) -> Vec<Mutant> {
+    let mut made = Vec::new();
+    for at in 0..list.len() {
+        let mut fewer = list.to_vec();
+        let again = fewer.remove(at);
+        made.push(("dropped", json!(fewer)));
+        let mut more = list.to_vec();
+        more.insert(at, again);
+        made.push(("duplicated", json!(more)));
+    }
+    let mut reversed = list.to_vec();
+    reversed.reverse();
+    made.push(("reversed", json!(reversed)));
+    made.push(("cleared", json!([])));
+    made
 }
 
 /// Numbers at the ends of what 32 bits hold, signed and not.
@@ -426,6 +456,7 @@ fn lists(list: &[i64], siblings: &[Value], random: &mut Random) -> Vec<Mutant> {
             .map(|other| ("another list", numbers(other))),
     );
     made.push(("another list", (0..len as i64).collect()));
+    made.push(("another list", (1..=len as i64).collect()));
     made.into_iter()
         .map(|(kind, list)| (kind, json!(list)))
         .collect()

@@ -7,7 +7,7 @@ use timetable_attention::{plain_builder, rules};
 use timetable_types::{Family, Metadata};
 
 use crate::{
-    bases::suite,
+    bases::{Base, suite},
     bench::{Bench, Verdict},
     case::{Ran, Random, seed},
     mutate::{
@@ -33,6 +33,13 @@ struct Unverified {
 }
 
 type Table = BTreeMap<String, BTreeMap<&'static str, Counts>>;
+
+/// Fields that are refused wherever they are given. What would be right in the first nothing says; MAMBA1 takes no drafts.
+const ALWAYS_REFUSED: [&str; 3] = [
+    "mamba2.replayssm",
+    "mamba1.num_accepted_tokens",
+    "mamba1.query_start_loc_d",
+];
 
 /// Searches for the last value in a direction that is accepted, from an accepted one on.
 fn bound(from: i64, direction: i64, mut accepts: impl FnMut(i64) -> bool) -> i64 {
@@ -93,6 +100,13 @@ impl Suite<'_> {
         match self.bench.base.case.run(metadata, None) {
             Ran::Right => self.unverified.right += 1,
             Ran::Wrong(_) => self.unverified.wrong += 1,
+            // This reading takes what nobody verified; the other one does not.
+            Ran::NotHere(_) if metadata.family() == Family::Mamba => {
+                match self.bench.reads(metadata) {
+                    Verdict::Inert => self.unverified.right += 1,
+                    _ => self.unverified.wrong += 1,
+                }
+            }
             Ran::NotHere(_) => {}
         }
     }
@@ -212,8 +226,19 @@ fn every_mutant_is_refused_or_inert() {
             "{}: of the refused one in eight was run all the same: {wrong} gave a wrong answer, {right} a right one",
             family.interface()
         );
-        assert!(wrong > 20, "the bench sees no harm: {wrong}");
-        for field in &absent {
+        // What the CPU device does not run yet is only read.
+        if is_run(&bases[0]) || family == Family::Mamba {
+            assert!(wrong > 20, "the bench sees no harm: {wrong}");
+        } else {
+            println!(
+                "{}: no impl on the CPU device; what passed was read",
+                family.interface()
+            );
+        }
+        for field in absent
+            .iter()
+            .filter(|field| !ALWAYS_REFUSED.contains(&field.as_str()))
+        {
             assert!(
                 held.contains_key(field)
                     || held
@@ -241,6 +266,11 @@ fn every_mutant_is_refused_or_inert() {
         "{} mutants were accepted and differ",
         harmful.len()
     );
+}
+
+/// Does the CPU device run the family's records?
+fn is_run(base: &Base) -> bool {
+    !matches!(base.case.run(&base.metadata, None), Ran::NotHere(_))
 }
 
 fn report(family: Family, table: &Table, harmful: usize) {

@@ -2,7 +2,7 @@
 
 use timetable_types::{
     AttentionConfig, BuilderConfig, Causal, CommonAttentionMetadata, CudagraphConfig,
-    CudagraphMode, DeviceConfig, Dtype, KvCacheLayout, KvCacheSpec, KvCacheSpecKind,
+    CudagraphMode, DeviceConfig, Dtype, Family, KvCacheLayout, KvCacheSpec, KvCacheSpecKind,
     ParallelConfig, SchedulerConfig,
 };
 
@@ -71,6 +71,20 @@ pub fn config() -> BuilderConfig {
         model_runner_v2: true,
         options: vec![("unused".to_owned(), "value".to_owned())],
     }
+}
+
+/// The same for a component's family: the MLA backends have one latent of 576 for all heads.
+pub fn config_of(family: Family) -> BuilderConfig {
+    let mut config = config();
+    if family == Family::FlashMla {
+        config.kv_cache_spec.kind = KvCacheSpecKind::MlaAttention;
+        config.kv_cache_spec.num_kv_heads = 1;
+        config.kv_cache_spec.head_size = 576;
+        config.kv_cache_spec.head_size_v = 0;
+        config.attention.kv_lora_rank = 512;
+        config.attention.qk_rope_head_dim = 64;
+    }
+    config
 }
 
 /// `decodes` rows of one token with varied lengths, then `prefills` rows of 37 tokens.

@@ -151,7 +151,7 @@ fn generated_modules_are_refused_or_right() {
         // Families with rules mostly; the others' metadata must be lifted and then refused all the same.
         let at = match random.chance(8) {
             true => random.below(benches.len()),
-            false => random.below(3),
+            false => random.below(4),
         };
         let family = benches[at].0;
         let with = if benches[at].1.is_empty() { 0 } else { at };

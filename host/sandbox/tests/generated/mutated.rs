@@ -20,7 +20,10 @@ fn originals() -> Vec<(Family, &'static [u8])> {
         .iter()
         .map(|embedded| (embedded.family, embedded.bytes))
         .collect();
-    for family in [Family::FlashAttn, Family::Flashinfer, Family::TritonAttn] {
+    for family in Family::ALL
+        .into_iter()
+        .filter(|family| chaos(*family).is_some())
+    {
         found.push((family, chaos(family).expect("a chaos builder")));
     }
     found

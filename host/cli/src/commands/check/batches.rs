@@ -5,8 +5,8 @@ use timetable_attention::batch::{
 };
 use timetable_types::{
     AttentionConfig, BuilderConfig, CudagraphConfig, CudagraphMode, DcpInputs, DeviceConfig, Dtype,
-    KvCacheLayout, KvCacheSpec, KvCacheSpecKind, ParallelConfig, SchedulerConfig,
-    batch::dcp_local_seq_lens_into,
+    Family, KvCacheLayout, KvCacheSpec, KvCacheSpecKind, MambaCacheMode, MambaSpec, MambaType,
+    ParallelConfig, SchedulerConfig, batch::dcp_local_seq_lens_into,
 };
 
 /// Blocks of the cache: more than any step uses.
@@ -42,9 +42,9 @@ pub struct Configuration {
     pub config: BuilderConfig,
 }
 
-/// The configurations: a CPU, a large GPU, and that GPU with one thing changed each.
-pub fn configurations(options: &[(String, String)]) -> Vec<Configuration> {
-    let gpu = || gpu(options);
+/// The configurations for builders of `family`: a CPU, a large GPU, and that GPU with one thing changed each.
+pub fn configurations(family: Family, options: &[(String, String)]) -> Vec<Configuration> {
+    let gpu = || gpu(family, options);
     let mut cpu = gpu();
     cpu.attention.num_heads = 8;
     cpu.attention.model_dtype = Dtype::Float32;
@@ -52,6 +52,9 @@ pub fn configurations(options: &[(String, String)]) -> Vec<Configuration> {
     cpu.kv_cache_spec.head_size = 64;
     cpu.kv_cache_spec.head_size_v = 64;
     cpu.kv_cache_spec.dtype = Dtype::Float32;
+    if family == Family::FlashMla {
+        latent(&mut cpu);
+    }
     cpu.cudagraph = CudagraphConfig {
         mode: CudagraphMode::None,
         capture_sizes: Vec::new(),
@@ -66,6 +69,9 @@ pub fn configurations(options: &[(String, String)]) -> Vec<Configuration> {
         xqa: false,
     };
     cpu.max_num_splits = 8;
+    if family == Family::Mamba {
+        return stateful(cpu, options);
+    }
     let mut window = gpu();
     window.kv_cache_spec.kind = KvCacheSpecKind::SlidingWindow;
     window.kv_cache_spec.sliding_window = Some(1_000);
@@ -97,8 +103,70 @@ pub fn configurations(options: &[(String, String)]) -> Vec<Configuration> {
     .into()
 }
 
-/// 32 query heads over 8 KV heads of 128, pages of 16, 132 × 2 workers, full graphs of decodes.
-pub fn gpu(options: &[(String, String)]) -> BuilderConfig {
+/// Those for builders of groups that keep states: each type of layer, and drafts.
+fn stateful(cpu: BuilderConfig, options: &[(String, String)]) -> Vec<Configuration> {
+    let gpu = || gpu(Family::Mamba, options);
+    let of_type = |mamba_type| {
+        let mut config = gpu();
+        config.kv_cache_spec.mamba = Some(states(mamba_type, 0));
+        config
+    };
+    let mut speculation = gpu();
+    speculation.kv_cache_spec.mamba = Some(states(MambaType::Mamba2, 3));
+    speculation.scheduler.num_speculative_tokens = 3;
+    // Its graphs are captured with the drafts; the steps here have none.
+    speculation.cudagraph = cpu.cudagraph.clone();
+    [
+        ("cpu", true, cpu),
+        ("gpu", true, gpu()),
+        ("mamba1", false, of_type(MambaType::Mamba1)),
+        ("short conv", false, of_type(MambaType::ShortConv)),
+        ("linear", false, of_type(MambaType::Linear)),
+        ("gdn", false, of_type(MambaType::Gdn)),
+        ("speculation", false, speculation),
+    ]
+    .map(|(name, required, config)| Configuration {
+        name,
+        required,
+        config,
+    })
+    .into()
+}
+
+fn states(mamba_type: MambaType, drafts: u32) -> MambaSpec {
+    MambaSpec {
+        mamba_type,
+        cache_mode: MambaCacheMode::None,
+        num_speculative_blocks: drafts,
+        chunk_size: 64,
+    }
+}
+
+/// 32 query heads over 8 KV heads of 128, or over a latent or with MAMBA2's states for a family that is for those; pages of 16, 132 × 2 workers, full
+/// graphs of decodes.
+pub fn gpu(family: Family, options: &[(String, String)]) -> BuilderConfig {
+    let mut config = paged_gpu(options);
+    if family == Family::FlashMla {
+        latent(&mut config);
+    }
+    if family == Family::Mamba {
+        config.kv_cache_spec.kind = KvCacheSpecKind::Mamba;
+        config.kv_cache_spec.mamba = Some(states(MambaType::Mamba2, 0));
+    }
+    config
+}
+
+/// One entry of 512 + 64 elements for all heads, which no values follow.
+fn latent(config: &mut BuilderConfig) {
+    config.kv_cache_spec.kind = KvCacheSpecKind::MlaAttention;
+    config.kv_cache_spec.num_kv_heads = 1;
+    config.kv_cache_spec.head_size = 576;
+    config.kv_cache_spec.head_size_v = 0;
+    config.attention.kv_lora_rank = 512;
+    config.attention.qk_rope_head_dim = 64;
+}
+
+fn paged_gpu(options: &[(String, String)]) -> BuilderConfig {
     BuilderConfig {
         kv_cache_spec: KvCacheSpec {
             kind: KvCacheSpecKind::FullAttention,
@@ -254,7 +322,9 @@ fn exact(config: &BuilderConfig, rows: &[Row], random: &mut Random) -> GroupStep
     );
     let lens: Vec<i32> = rows.iter().map(|(_, keys)| *keys as i32).collect();
     let longest = rows.iter().map(|(_, keys)| *keys).max().unwrap_or(1);
-    let width = (longest.div_ceil(block * world) + random.between(0, 3)) as usize;
+    let width = longest.div_ceil(block * world) + random.between(0, 3);
+    // A row that keeps states has one for each draft.
+    let width = width.max(1 + config.scheduler.num_speculative_tokens) as usize;
     let mut query_start_loc = vec![0];
     let (mut positions, mut block_table) = (Vec::new(), Vec::new());
     // Ids that are all different and lie apart, as after a while of serving: the multiplier is odd, their number a power of two.
@@ -297,7 +367,9 @@ fn exact(config: &BuilderConfig, rows: &[Row], random: &mut Random) -> GroupStep
     let seq_lens = rows.iter().map(|&(query, keys)| {
         let rejected = random.between(0, drafts);
         let shorter = if query <= 1 + drafts { rejected } else { 0 };
-        keys.saturating_sub(shorter).max(query) as i32
+        // What it had before the step it still has.
+        let least = query + u32::from(keys > query);
+        keys.saturating_sub(shorter).max(least) as i32
     });
     let seq_lens = seq_lens.collect();
     let tokens = positions.len() as u32;
@@ -319,7 +391,7 @@ fn exact(config: &BuilderConfig, rows: &[Row], random: &mut Random) -> GroupStep
     );
     step.cam.is_prefilling = rows
         .iter()
-        .map(|(query, _)| u8::from(*query > 1 + drafts))
+        .map(|(query, keys)| u8::from(*query > 1 + drafts || query == keys))
         .collect();
     step.cam.dcp = dcp_local_seq_lens.map(|lens| DcpInputs {
         dcp_local_seq_lens_cpu_upper_bound: lens,
@@ -327,9 +399,9 @@ fn exact(config: &BuilderConfig, rows: &[Row], random: &mut Random) -> GroupStep
     step
 }
 
-/// `rows` decodes of one token, of lengths up to `longest`.
+/// `rows` decodes of one token behind one or more, of lengths up to `longest`.
 pub fn decodes(config: &BuilderConfig, rows: u32, longest: u32, seed: u64) -> GroupStep {
     let mut random = Random(seed);
-    let rows: Vec<Row> = (0..rows).map(|_| (1, random.between(1, longest))).collect();
+    let rows: Vec<Row> = (0..rows).map(|_| (1, random.between(2, longest))).collect();
     exact(config, &rows, &mut random)
 }

@@ -13,11 +13,11 @@ macro_rules! sources {
 
 const SOURCES: &[(&str, &str)] = sources! {
     "timetable-guest" from "guest-builders/sdk":
-        "abi.rs" "builder.rs" "flash_attn.rs" "flashinfer.rs" "heap.rs" "lib.rs" "mamba.rs" "mamba/gdn.rs" "mamba/rows.rs"
-        "testing.rs";
+        "abi.rs" "builder.rs" "flash_attn.rs" "flash_mla.rs" "flashinfer.rs" "heap.rs" "lib.rs" "mamba.rs" "mamba/gdn.rs"
+        "mamba/rows.rs" "testing.rs" "triton_attn.rs";
     "timetable-types" from "host/types":
-        "batch.rs" "batch/mamba.rs" "batch/mla.rs" "batch/pages.rs" "builder.rs" "canonical.rs" "config.rs" "flash_attn.rs"
-        "flash_mla.rs" "flashinfer.rs" "lib.rs" "macros.rs" "mamba.rs" "metadata.rs" "step.rs" "tensor.rs" "triton_attn.rs";
+        "batch.rs" "batch/mamba.rs" "batch/mla.rs" "batch/mla_context.rs" "batch/mm_prefix.rs" "batch/pages.rs" "builder.rs"
+        "canonical.rs" "config.rs" "flash_attn.rs" "flash_mla.rs" "flashinfer.rs" "lib.rs" "macros.rs" "mamba.rs" "metadata.rs" "step.rs" "tensor.rs" "triton_attn.rs";
 };
 
 const MANIFESTS: [(&str, &str); 2] = [
