@@ -5,13 +5,15 @@ use timetable_attention::MetadataBuilder;
 use timetable_attention::backend::{Capability, FlashAttnQuery, flash_attn_version};
 use timetable_attention::describe::StepDescription;
 use timetable_sandbox::{Limits, Sandbox, WasmBuilder};
-use timetable_types::{BuilderConfig, BuilderInfo};
+use timetable_types::{BuilderConfig, BuilderInfo, Family};
 
 use super::embedded;
 use crate::exit::{Exit, Failure};
 
 /// Tokens of a page, KV heads, and elements of a head: a Llama of 8 billion parameters, for what depends on sizes.
 const SIZES: (u32, u32, u32) = (16, 8, 128);
+/// The same for the MLA backends, whose builders take nothing else: one latent for all heads, as DeepSeek's.
+const LATENT_SIZES: (u32, u32, u32) = (64, 1, 576);
 
 /// The builder's own word. None: this binary has no component for the backend.
 pub fn builder_info(
@@ -22,7 +24,7 @@ pub fn builder_info(
     let Ok(component) = embedded(backend) else {
         return Ok(None);
     };
-    let config = config(capability, num_speculative_tokens)?;
+    let config = config(component.family, capability, num_speculative_tokens)?;
     let failed = |what: &dyn std::fmt::Display| {
         Failure::new(
             Exit::Failure,
@@ -38,8 +40,15 @@ pub fn builder_info(
 }
 
 /// A group's configuration on such a device, everything else as a step description has it by default.
-fn config(capability: Capability, num_speculative_tokens: u32) -> Result<BuilderConfig, Failure> {
-    let (block_size, num_kv_heads, head_size) = SIZES;
+fn config(
+    family: Family,
+    capability: Capability,
+    num_speculative_tokens: u32,
+) -> Result<BuilderConfig, Failure> {
+    let (block_size, num_kv_heads, head_size) = match family {
+        Family::FlashMla => LATENT_SIZES,
+        _ => SIZES,
+    };
     let version = flash_attn_version(&FlashAttnQuery {
         capability,
         head_size,
