@@ -154,7 +154,8 @@ pub(super) fn measure() -> Vec<Row> {
     const NAME: &str = "serve/responses wrong or lost";
     let soak = match from_environment() {
         Ok(soak) => soak,
-        Err(why) => return vec![Row::missing(NAME, "responses", &why)],
+        // Not measured is not shown to hold.
+        Err(why) => return vec![Row::missing(NAME, "responses", &why).broken(true)],
     };
     match soak.run() {
         Ok(report) => rows(&soak, &report),
