@@ -86,7 +86,7 @@ impl ChatTemplate {
             }
         };
         let none = || ChatError::NoTemplate(path.display().to_string());
-        let mut this = Self::new(sources.0.ok_or_else(none)?, bos, eos)?;
+        let mut this = Self::new(&sources.0.ok_or_else(none)?, bos, eos)?;
         if let Some(source) = sources.1 {
             this.add(TOOL_USE, &source)?;
         }
@@ -97,7 +97,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// `Template` if it is not valid Jinja.
-    pub fn new(source: String, bos_token: String, eos_token: String) -> Result<Self, ChatError> {
+    pub fn new(source: &str, bos_token: String, eos_token: String) -> Result<Self, ChatError> {
         let mut environment = Environment::new();
         // transformers' settings, which templates are written for.
         environment.set_fuel(Some(FUEL));
@@ -115,7 +115,7 @@ impl ChatTemplate {
             bos_token,
             eos_token,
         };
-        this.add(NAME, &source)?;
+        this.add(NAME, source)?;
         Ok(this)
     }
 
@@ -312,7 +312,7 @@ mod tests {
         let odd = br#"{"messages": [1, [], {"content": [1, {"text": 2}], "tool_calls": [1, {"function": 2}]}]}"#;
         let odd = Conversation::from_request(odd).expect("JSON");
         let compile = |source: &str| {
-            ChatTemplate::new(source.to_owned(), String::new(), String::new()).expect("it compiles")
+            ChatTemplate::new(source, String::new(), String::new()).expect("it compiles")
         };
         assert!(
             compile("{{ messages | length }}")
@@ -343,7 +343,7 @@ mod tests {
                 .contains("tiny-llama has no chat template; use plain prompts"),
             "{error}"
         );
-        let error = ChatTemplate::new("{% for %}".to_owned(), String::new(), String::new())
+        let error = ChatTemplate::new("{% for %}", String::new(), String::new())
             .err()
             .expect("invalid");
         assert!(error.to_string().starts_with("chat template:"), "{error}");

@@ -522,7 +522,7 @@ fn a_time_limit_ends_both_loops_and_answers_under_way_are_read() {
     assert!(elapsed >= Duration::from_millis(300), "{elapsed:?}");
     let arrivals = (0..).map(|number| (Duration::from_millis(20 * number), request()));
     let elapsed = wait(open_loop(&client, arrivals, 8, limits, |_, outcome| {
-        ends.push(outcome.end)
+        ends.push(outcome.end);
     }));
     assert!(elapsed >= Duration::from_millis(280), "{elapsed:?}");
     assert!(

@@ -118,7 +118,7 @@ fn many_calls_stay_within_the_memory_cap() {
     for embedded in components() {
         let config = &configs(embedded)[0];
         let mut guest =
-            sandboxed(&sandbox, embedded, &config).expect("a reference component starts");
+            sandboxed(&sandbox, embedded, config).expect("a reference component starts");
         let batches = [batch(256, 0, 9), batch(1024, 0, 10), batch(40, 5, 11)];
         let first: Vec<_> = batches
             .iter()
@@ -206,7 +206,7 @@ fn a_long_prefill_stays_within_its_fuel() {
     for embedded in components() {
         let config = &configs(embedded)[0];
         let mut guest =
-            sandboxed(&sandbox, embedded, &config).expect("a reference component starts");
+            sandboxed(&sandbox, embedded, config).expect("a reference component starts");
         let mut twin = native_twin(embedded.name, config).expect("the twin starts");
         for context in [0, 500, 24_000] {
             let mut common = batch(0, 1, 1);

@@ -178,7 +178,7 @@ mod tests {
     /// With the words `t0` to `t511`.
     fn model(template: &str) -> ServedModel {
         let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/models/tiny-llama");
-        let template = ChatTemplate::new(template.to_owned(), String::new(), String::new());
+        let template = ChatTemplate::new(template, String::new(), String::new());
         ServedModel {
             name: "m".to_owned(),
             tokenizer: Arc::new(Tokenizer::load(dir).expect("the tokenizer")),
@@ -223,7 +223,7 @@ mod tests {
             (r#", "chat_template_kwargs": []"#, "chat_template_kwargs"),
             (r#", "add_generation_prompt": 3"#, "add_generation_prompt"),
         ] {
-            let error = text(rest).err().expect(rest);
+            let error = text(rest).expect_err(rest);
             assert_eq!(error.status.as_u16(), 400);
             let body: Value = serde_json::from_slice(&error.json()).expect("JSON");
             assert_eq!(body["error"]["param"], field, "{rest}");

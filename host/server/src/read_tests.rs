@@ -19,7 +19,7 @@ fn model() -> ServedModel {
     ServedModel {
         name: "tiny".to_owned(),
         tokenizer: Arc::new(Tokenizer::load(path).unwrap()),
-        template: ChatTemplate::new(template.to_owned(), String::new(), String::new()),
+        template: ChatTemplate::new(template, String::new(), String::new()),
         bounds: Bounds {
             max_model_len: 64,
             cache_tokens: 48,
