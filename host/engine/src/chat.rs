@@ -264,7 +264,7 @@ mod tests {
         for case in cases {
             let name = text(&case["template"]);
             let source = text(&recorded["templates"][&name]);
-            let template = ChatTemplate::new(source, "<s>".to_owned(), "</s>".to_owned());
+            let template = ChatTemplate::new(&source, "<s>".to_owned(), "</s>".to_owned());
             let template = template.expect("it compiles");
             let conversation = Conversation::from_request(text(&case["request"]).as_bytes());
             let found = template.render_conversation(&conversation.expect("a request"));

@@ -115,11 +115,11 @@ impl Drop for Page {
     }
 }
 
-fn run(runtime: Runtime, listener: TcpListener, app: Router, stopped: oneshot::Receiver<()>) {
+fn run(runtime: Runtime, listener: TcpListener, app: &Router, stopped: oneshot::Receiver<()>) {
     runtime.block_on(async {
         match tokio::net::TcpListener::from_std(listener) {
             Ok(listener) => tokio::select! {
-                () = accept(&listener, &app) => {}
+                () = accept(&listener, app) => {}
                 _ = stopped => {}
             },
             Err(error) => tracing::error!(%error, "the admin page is not served"),
