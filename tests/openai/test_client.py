@@ -220,6 +220,19 @@ class Completions(Case):
         plain, penalised = greedy(), greedy(frequency_penalty=2.0, presence_penalty=2.0)
         self.assertGreater(len(set(penalised)), len(set(plain)))
 
+    def test_logit_bias_forces_and_forbids_a_token(self):
+        forced = self.complete(max_tokens=3, logit_bias={"77": 100}, extra_body={"ignore_eos": True})
+        self.assertEqual(["t77"] * 3, forced.choices[0].text.split())
+        first = self.complete(max_tokens=1, extra_body={"ignore_eos": True}).choices[0].text.strip()
+        bias = {first[1:]: -100}
+        other = self.complete(max_tokens=1, logit_bias=bias, extra_body={"ignore_eos": True}).choices[0].text.strip()
+        self.assertNotEqual(first, other)
+
+    def test_echo_begins_with_the_prompt(self):
+        answer, echoed = self.complete(), self.complete(echo=True)
+        self.assertEqual(PROMPT + answer.choices[0].text, echoed.choices[0].text)
+        self.assertEqual(echoed.choices[0].text, text_of(self.complete(echo=True, stream=True)))
+
     def test_extra_body_top_k_and_stop_token_ids(self):
         greedy = self.complete(extra_body={"ignore_eos": True}).choices[0].text
         first = self.complete(temperature=2, extra_body={"top_k": 1, "ignore_eos": True}).choices[0].text
@@ -362,8 +375,8 @@ class Errors(Case):
             ("prompt", dict(prompt=[5, 512])),
             ("suffix", dict(suffix="t1")),
             ("best_of", dict(best_of=2)),
-            ("echo", dict(echo=True)),
-            ("logit_bias", dict(logit_bias={"5": 1})),
+            ("echo", dict(echo=True, logprobs=1)),
+            ("logit_bias", dict(logit_bias={"5": 101})),
         ]
         for param, options in bad:
             with self.subTest(**options):
@@ -481,7 +494,7 @@ class Limits(Case):
         model = hasty.models.list().data[0].id
         ask = dict(model=model, prompt=PROMPT, extra_body={"ignore_eos": True})
         error = self.refuses(
-            openai.APIStatusError, lambda: hasty.completions.create(max_tokens=LONG, **ask), code="request_timeout"
+            openai.APIStatusError, lambda: hasty.completions.create(max_tokens=LONG, **ask), code="timeout"
         )
         self.assertEqual(408, error.status_code)
         wait_until_idle("hasty")
@@ -503,7 +516,7 @@ class Limits(Case):
             ):
                 pieces += 1
         self.assertGreater(pieces, 0)
-        self.assertEqual("request_timeout", raised.exception.code)
+        self.assertEqual("timeout", raised.exception.code)
         wait_until_idle("hasty")
 
     def test_hanging_up_frees_the_request(self):

@@ -152,12 +152,12 @@ fn pieces_of_a_stream_are_as_described() {
         (
             "/v1/completions",
             "Completion",
-            json!({"prompt": "t5 t6", "max_tokens": 5, "logprobs": 2}),
+            json!({"model": "tiny-llama", "prompt": "t5 t6", "max_tokens": 5, "logprobs": 2}),
         ),
         (
             "/v1/chat/completions",
             "ChatCompletionChunk",
-            json!({"messages": [{"role": "user", "content": "t5"}], "max_tokens": 5, "logprobs": true, "top_logprobs": 2}),
+            json!({"model": "tiny-llama", "messages": [{"role": "user", "content": "t5"}], "max_tokens": 5, "logprobs": true, "top_logprobs": 2}),
         ),
     ] {
         let mut body = parameters;

@@ -10,7 +10,7 @@ use crate::http::{Connection, Request, Response};
 use crate::server::{KEY, Kind, Served};
 
 fn good() -> Request {
-    let body = json!({"prompt": "t5 t6 t7", "max_tokens": 2}).to_string();
+    let body = json!({"model": "tiny-llama", "prompt": "t5 t6 t7", "max_tokens": 2}).to_string();
     Request::post("/v1/completions", body).with("Authorization", format!("Bearer {KEY}"))
 }
 
@@ -48,7 +48,7 @@ fn outcome(server: &Served, bytes: &[u8]) -> Option<Response> {
 }
 
 fn garbage() -> Vec<(&'static str, Vec<u8>)> {
-    let body = br#"{"prompt": "t5", "max_tokens": 2}"#;
+    let body = br#"{"model": "tiny-llama", "prompt": "t5", "max_tokens": 2}"#;
     let text = std::str::from_utf8(body).unwrap_or_default();
     let length = format!("{:x}", body.len());
     let mut all: Vec<(&str, Vec<u8>)> = Vec::new();
@@ -269,7 +269,7 @@ fn who_is_slow_is_hung_up_on() {
 #[test]
 fn who_hangs_up_leaves_nothing_behind() {
     let server = Served::small();
-    let body = |stream: bool| json!({"prompt": "t5", "max_tokens": 1000, "n": 4, "ignore_eos": true, "stream": stream});
+    let body = |stream: bool| json!({"model": "tiny-llama", "prompt": "t5", "max_tokens": 1000, "n": 4, "ignore_eos": true, "stream": stream});
     for round in 0..40 {
         let request = Request::post("/v1/completions", body(round % 2 == 0).to_string())
             .with("Authorization", format!("Bearer {KEY}"))

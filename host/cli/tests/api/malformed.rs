@@ -149,21 +149,18 @@ fn with(body: &Value, pointer: &str, value: Value) -> Value {
     let mut body = body.clone();
     let mut here = &mut body;
     for name in pointer.split('/').skip(1) {
+        // An example of something else may stand here, or nothing.
         here = match name.parse::<usize>() {
             Ok(index) if here.is_array() => &mut here[index],
-            _ if here.is_object() || here.is_null() => &mut here[name],
-            // An example of something else stood here.
-            _ => {
-                *here = if name == "0" {
-                    json!([null])
-                } else {
-                    json!({})
-                };
-                if name == "0" {
-                    &mut here[0]
-                } else {
-                    &mut here[name]
+            Ok(_) => {
+                *here = json!([null]);
+                &mut here[0]
+            }
+            Err(_) => {
+                if !here.is_object() {
+                    *here = json!({});
                 }
+                &mut here[name]
             }
         };
     }
@@ -295,11 +292,16 @@ fn envelopes(example: &Example<'_>, requests: &mut Requests) {
 
 /// What no schema says: parameters that contradict each other, what the model does not have, what can never fit.
 fn conflicts(requests: &mut Requests) {
-    let completion = |extra: Value| merged(json!({"prompt": "t5 t6", "max_tokens": 2}), extra);
+    let completion = |extra: Value| {
+        merged(
+            json!({"model": "tiny-llama", "prompt": "t5 t6", "max_tokens": 2}),
+            extra,
+        )
+    };
     let chat = |extra: Value| {
         let messages = json!([{"role": "user", "content": "t5"}]);
         merged(
-            json!({"messages": messages, "max_completion_tokens": 2}),
+            json!({"model": "tiny-llama", "messages": messages, "max_completion_tokens": 2}),
             extra,
         )
     };
@@ -322,6 +324,12 @@ fn conflicts(requests: &mut Requests) {
         json!({"max_tokens": 1_000_000_000_000_i64}),
         json!({"max_tokens": i64::MAX}),
         json!({"n": 1, "best_of": 2}),
+        json!({"echo": true, "logprobs": 1}),
+        json!({"logit_bias": {"5": 101}}),
+        json!({"logit_bias": {"5": "1"}}),
+        json!({"logit_bias": {"t5": 1}}),
+        json!({"logit_bias": {"-1": 1}}),
+        json!({"logit_bias": {"512": 1}}),
     ] {
         add("/v1/completions", completion(extra));
     }
@@ -334,8 +342,10 @@ fn conflicts(requests: &mut Requests) {
         json!({"messages": [{"role": "user", "content": "t5 ".repeat(5000)}]}),
         json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "t5 ".repeat(5000)}]}]}),
         json!({"messages": vec![json!({"role": "user", "content": "t5"}); 5000]}),
+        json!({"messages": [{"role": "user"}]}),
+        json!({"messages": [{"role": "system", "content": null}]}),
         // What the template of this model refuses.
-        json!({"messages": [{"role": "nobody", "content": "t5"}]}),
+        json!({"messages": [{"role": "tool", "content": "t5"}]}),
     ] {
         add("/v1/chat/completions", chat(extra));
     }

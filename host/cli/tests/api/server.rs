@@ -22,7 +22,7 @@ const KEYS: &str = "key-a a\nkey-b b\n";
 /// A conversation's template with words of the tiny model; it knows the usual roles only.
 const TEMPLATE: &str = "\
 {%- for message in messages -%}
-{%- if message.role not in ['system', 'user', 'assistant', 'tool'] -%}{{ raise_exception('unknown role') }}{%- endif -%}
+{%- if message.role not in ['system', 'user', 'assistant'] -%}{{ raise_exception('unknown role') }}{%- endif -%}
 t10 {{ message.content }} t11
 {%- endfor -%}
 {%- if add_generation_prompt %} t12{% endif -%}";
@@ -189,7 +189,7 @@ impl Served {
     /// It runs, a good request has the right answer, and nothing runs, waits or holds a block afterwards.
     pub fn is_well(mut self) {
         let body =
-            json!({"prompt": "t5 t6 t7", "max_tokens": 8, "temperature": 0, "ignore_eos": true})
+            json!({"model": "tiny-llama", "prompt": "t5 t6 t7", "max_tokens": 8, "temperature": 0, "ignore_eos": true})
                 .to_string();
         let request =
             Request::post("/v1/completions", body).with("Authorization", format!("Bearer {KEY}"));
