@@ -31,8 +31,7 @@ MESSAGES = [{"role": "user", "content": "t5 t6 t7"}]
 
 
 def client(server="open", kind=OpenAI, **options):
-    """A client that refuses answers whose shape is not OpenAI's."""
-    defaults = dict(api_key="key-a", max_retries=0, timeout=PATIENCE, _strict_response_validation=True)
+    defaults = dict(api_key="key-a", max_retries=0, timeout=PATIENCE)
     return kind(base_url=SERVERS[server] + "/v1", **{**defaults, **options})
 
 
@@ -78,15 +77,19 @@ class Case(unittest.TestCase):
     def setUp(self):
         self.client = client()
         self.addCleanup(self.client.close)
+        # Refuses answers that have another shape than the client's types say. OpenAI's own pieces of a completion have.
+        self.strict = client(_strict_response_validation=True)
+        self.addCleanup(self.strict.close)
         self.model = self.client.models.list().data[0].id
 
     def complete(self, prompt=PROMPT, **options):
         options = {"model": self.model, "prompt": prompt, "temperature": 0, "max_tokens": 12, **options}
-        return self.client.completions.create(**options)
+        asked = self.client if options.get("stream") else self.strict
+        return asked.completions.create(**options)
 
     def chat(self, messages=MESSAGES, **options):
         options = {"model": self.model, "messages": messages, "temperature": 0, "max_completion_tokens": 12, **options}
-        return self.client.chat.completions.create(**options)
+        return self.strict.chat.completions.create(**options)
 
     def refuses(self, error, call, *, code=None, param=None, contains=""):
         """`call` raises `error`, whose body is OpenAI's."""
@@ -105,7 +108,7 @@ class Case(unittest.TestCase):
 
 class Models(Case):
     def test_list_has_the_model(self):
-        models = list(self.client.models.list())
+        models = list(self.strict.models.list())
         self.assertEqual(1, len(models))
         self.assertEqual("model", models[0].object)
         self.assertGreater(models[0].created, 1_700_000_000)
@@ -156,11 +159,11 @@ class Completions(Case):
     def test_prompts_of_tokens_and_several_prompts(self):
         text = self.complete().choices[0].text
         self.assertEqual(text, self.complete([5, 6, 7]).choices[0].text)
-        several = self.complete([PROMPT, "t9 t10", PROMPT])
+        several = self.complete([PROMPT, "t9 t8", PROMPT])
         self.assertEqual([0, 1, 2], [choice.index for choice in several.choices])
-        self.assertEqual([text, self.complete("t9 t10").choices[0].text, text], [c.text for c in several.choices])
+        self.assertEqual([text, self.complete("t9 t8").choices[0].text, text], [c.text for c in several.choices])
         self.assertEqual(8, several.usage.prompt_tokens)
-        tokens = self.complete([[5, 6, 7], [9, 10]])
+        tokens = self.complete([[5, 6, 7], [9, 8]])
         self.assertEqual([choice.text for choice in several.choices[:2]], [choice.text for choice in tokens.choices])
 
     def test_stop_ends_the_text_before_it(self):
@@ -245,7 +248,7 @@ class Completions(Case):
         self.assertLessEqual(len(choice.text.split()), words.index(words[5]) + 1)
 
     def test_extra_body_ignore_eos_goes_on(self):
-        prompts = [f"t{first} t{first + 1}" for first in range(10, 110)]
+        prompts = [f"t{first} t{first + 1}" for first in range(40, 99)]
         answers = self.complete(prompts, max_tokens=60)
         ended = [choice for choice in answers.choices if choice.finish_reason == "stop"]
         self.assertTrue(ended, "none of the prompts leads to the end of text")
@@ -267,7 +270,8 @@ class Chat(Case):
         self.assertEqual("chat.completion", answer.object)
         [choice] = answer.choices
         self.assertEqual("assistant", choice.message.role)
-        self.assertEqual(12, len(choice.message.content.split()))
+        # A token that is special has no text.
+        self.assertIn(len(choice.message.content.split()), range(6, 13))
         self.assertEqual("length", choice.finish_reason)
         self.assertEqual(12, answer.usage.completion_tokens)
 
@@ -288,11 +292,13 @@ class Chat(Case):
         self.assertEqual(whole.choices[0].finish_reason, reasons[-1])
 
     def test_stream_helper_accumulates(self):
-        arguments = dict(model=self.model, messages=MESSAGES, temperature=0, max_completion_tokens=12)
+        # The helper takes an answer that was cut off for an error.
+        stop = self.chat().choices[0].message.content.split()[5]
+        arguments = dict(model=self.model, messages=MESSAGES, temperature=0, max_completion_tokens=12, stop=stop)
         with self.client.chat.completions.stream(**arguments) as stream:
             deltas = [event.delta for event in stream if event.type == "content.delta"]
             final = stream.get_final_completion()
-        content = self.chat().choices[0].message.content
+        content = self.chat(stop=stop).choices[0].message.content
         self.assertEqual(content, "".join(deltas))
         self.assertEqual(content, final.choices[0].message.content)
 
@@ -310,10 +316,10 @@ class Chat(Case):
         content = self.chat().choices[0].message.content
         self.assertEqual(content, self.chat([{"role": "user", "content": parts}]).choices[0].message.content)
         conversation = [
-            {"role": "system", "content": "t20"},
-            {"role": "user", "content": "t21"},
-            {"role": "assistant", "content": "t22"},
-            {"role": "user", "content": "t23"},
+            {"role": "system", "content": "t50"},
+            {"role": "user", "content": "t51"},
+            {"role": "assistant", "content": "t52"},
+            {"role": "user", "content": "t53"},
         ]
         self.assertGreater(self.chat(conversation).usage.prompt_tokens, self.chat().usage.prompt_tokens)
         picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
@@ -454,30 +460,40 @@ class Limits(Case):
     def test_full_queue_is_a_rate_limit(self):
         """One runs and one waits; the third is told when to come again, and does."""
         wait_until_idle("guarded")
-        own = client("guarded")
-        self.addCleanup(own.close)
-        model = own.models.list().data[0].id
-        ask = dict(model=model, prompt=PROMPT, extra_body={"ignore_eos": True})
-        running = own.completions.create(max_tokens=LONG, stream=True, **ask)
-        next(iter(running))
-        waiting = own.completions.create(max_tokens=LONG, stream=True, **ask)
-        deadline = time.monotonic() + PATIENCE
-        while metric("vllm:num_requests_waiting", "guarded") != 1:
-            self.assertLess(time.monotonic(), deadline)
-            time.sleep(0.02)
-        error = self.refuses(openai.RateLimitError, lambda: own.completions.create(max_tokens=2, **ask), code="queue_full")
-        self.assertGreaterEqual(int(error.response.headers["retry-after"]), 1)
 
-        async def patient():
-            async with client("guarded", AsyncOpenAI, max_retries=30) as other:
-                asked = asyncio.create_task(other.completions.create(max_tokens=2, **ask))
+        async def read(own, **options):
+            async for _ in await own.completions.create(max_tokens=LONG, stream=True, **options):
+                pass
+
+        async def until(count, name):
+            deadline = time.monotonic() + PATIENCE
+            while metric(name, "guarded") != count:
+                self.assertLess(time.monotonic(), deadline)
+                await asyncio.sleep(0.02)
+
+        async def work():
+            async with client("guarded", AsyncOpenAI) as own:
+                model = [model.id async for model in own.models.list()][0]
+                ask = dict(model=model, prompt=PROMPT, extra_body={"ignore_eos": True})
+                running = asyncio.create_task(read(own, **ask))
+                await until(1, "vllm:num_requests_running")
+                waiting = asyncio.create_task(read(own, **ask))
+                await until(1, "vllm:num_requests_waiting")
+                with self.assertRaises(openai.RateLimitError) as raised:
+                    await own.completions.create(max_tokens=2, **ask)
+                patient = own.with_options(max_retries=30)
+                asked = asyncio.create_task(patient.completions.create(max_tokens=2, **ask))
                 await asyncio.sleep(0.3)
                 self.assertFalse(asked.done())
-                running.close()
-                waiting.close()
-                return await asked
+                running.cancel()
+                waiting.cancel()
+                await asyncio.gather(running, waiting, return_exceptions=True)
+                return raised.exception, await asked
 
-        self.assertEqual(2, asyncio.run(patient()).usage.completion_tokens)
+        error, answer = asyncio.run(asyncio.wait_for(work(), PATIENCE))
+        self.assertEqual("queue_full", error.code)
+        self.assertGreaterEqual(int(error.response.headers["retry-after"]), 1)
+        self.assertEqual(2, answer.usage.completion_tokens)
         wait_until_idle("guarded")
 
     def test_client_timeout_frees_the_request(self):
@@ -572,7 +588,7 @@ class Async(Case):
         wait_until_idle()
 
     def test_32_streams_at_once_are_as_alone(self):
-        prompts = [" ".join(f"t{5 + (7 * row + column) % 500}" for column in range(1 + row)) for row in range(32)]
+        prompts = [" ".join(f"t{40 + (7 * row + column) % 60}" for column in range(1 + row)) for row in range(32)]
         options = dict(max_tokens=48, extra_body={"ignore_eos": True})
         alone = [self.complete(prompt, **options).choices[0].text for prompt in prompts]
 

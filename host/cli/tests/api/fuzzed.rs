@@ -12,7 +12,7 @@ use crate::http::{Client, Request};
 use crate::schema::Description;
 use crate::server::{KEY, Served};
 
-const CASES: u32 = 3000;
+const CASES: u32 = 10_000;
 
 /// A change at one place of a body.
 #[derive(Clone, Debug)]

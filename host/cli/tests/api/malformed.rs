@@ -220,7 +220,7 @@ fn texts(example: &Example<'_>, requests: &mut Requests) {
         b"\xc0\xaf",
     ] {
         let mut body = good.clone().into_bytes();
-        let inside_a_text = good.find("t5").expect("the example's text or the like");
+        let inside_a_text = good.find('"').expect("a text") + 1;
         body.splice(inside_a_text..inside_a_text, bad.iter().copied());
         add("no UTF-8", body);
     }
@@ -271,7 +271,6 @@ fn envelopes(example: &Example<'_>, requests: &mut Requests) {
             good.clone().with("Content-Type", content_type),
         );
     }
-    requests.add("content types", good.clone().without("Content-Type"));
     let keys: [&[u8]; 9] = [
         b"",
         b"Bearer",

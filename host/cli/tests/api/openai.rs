@@ -41,11 +41,11 @@ fn the_official_client_gets_what_it_asks_for() {
     let open = Served::start(Kind::Long, "");
     let guarded = Served::start(
         Kind::Guarded,
-        "[engine]\nmax_num_seqs = 1\n[server]\nmax_waiting_requests = 1\n",
+        "[engine]\nmax_num_seqs = 1\n[server]\nmax_waiting_requests = 1\n[tenants.a]\n[tenants.b]\n",
     );
     let hasty = Served::start(Kind::Long, "[server]\nrequest_timeout = \"1s\"\n");
     let plain = Served::start(Kind::Plain, "");
-    let prompts = ["t5 t6 t7", "t40", "t300 t8 t77 t12 t9"];
+    let prompts = ["t5 t6 t7", "t40", "t400 t8 t77 t92 t9"];
     let expected: serde_json::Map<_, _> = prompts
         .iter()
         .map(|prompt| ((*prompt).to_owned(), json!(open.alone(prompt, 24))))

@@ -19,13 +19,13 @@ pub const KEY: &str = "key-a";
 /// Lines of the file of keys.
 const KEYS: &str = "key-a a\nkey-b b\n";
 
-/// A conversation's template with words of the tiny model; it knows the usual roles only.
+/// A conversation's template with words of the tiny model, none of which begins with a special one; it knows the usual roles only.
 const TEMPLATE: &str = "\
 {%- for message in messages -%}
 {%- if message.role not in ['system', 'user', 'assistant'] -%}{{ raise_exception('unknown role') }}{%- endif -%}
-t10 {{ message.content }} t11
+t40 {{ message.content }} t41
 {%- endfor -%}
-{%- if add_generation_prompt %} t12{% endif -%}";
+{%- if add_generation_prompt %} t42{% endif -%}";
 
 /// Copies the tiny model, with a chat template where asked, and a context as long as `max_model_len`.
 pub fn model(directory: &Path, template: bool, max_model_len: usize) -> String {
@@ -92,6 +92,8 @@ impl Served {
                 "serve",
                 "--model",
                 &model,
+                "--admin",
+                "none",
                 "--listen",
                 "127.0.0.1:0",
                 "--weights",
@@ -166,6 +168,8 @@ impl Served {
     pub fn alone(&self, prompt: &str, max_tokens: usize) -> String {
         let ran = run(&[
             "generate",
+            "--admin",
+            "none",
             "--model",
             &self.model,
             "--prompt",
