@@ -11,6 +11,7 @@ mod demo;
 mod kernels;
 mod licences;
 mod model;
+mod openai_client;
 mod process;
 mod test;
 

@@ -24,6 +24,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
         crate::kernels::for_tests()?;
         crate::c_compiler::for_tests()?;
         crate::browser::for_tests()?;
+        crate::openai_client::for_tests()?;
     }
 
     heading("formatting");

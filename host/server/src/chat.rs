@@ -79,6 +79,15 @@ pub fn conversation(
         Some(other) => return Err(wrong("messages", &other, &wanted)),
     }
     let has_tools = check_tools(fields)?;
+    let is_text = |list: &Value| {
+        list.as_array()
+            .is_some_and(|kinds| kinds.iter().all(|kind| kind == "text"))
+    };
+    fields.refuse(
+        "modalities",
+        is_text,
+        "this server writes text only; leave it out",
+    )?;
     fields.object("chat_template_kwargs")?;
     fields.flag("add_generation_prompt")?;
     let special = fields.flag("add_special_tokens")?.unwrap_or(false);
@@ -132,14 +141,18 @@ fn check_message(index: usize, message: &Value) -> Result<(), ApiError> {
             &format!("one of {}", ROLES.join(", ")),
         ));
     }
-    check_content(&name, &message["content"])
+    match &message["content"] {
+        // It may have made tool calls instead.
+        Value::Null if role == "assistant" => Ok(()),
+        content => check_content(&name, content),
+    }
 }
 
-/// A message's text: as it is, or in parts, or none.
+/// A message's text: as it is, or in parts.
 fn check_content(name: &str, content: &Value) -> Result<(), ApiError> {
     let name = format!("{name}.content");
     let parts = match content {
-        Value::String(_) | Value::Null => return Ok(()),
+        Value::String(_) => return Ok(()),
         Value::Array(parts) => parts,
         other => return Err(wrong(&name, other, "a string or a list of parts")),
     };

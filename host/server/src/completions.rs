@@ -79,7 +79,8 @@ pub fn read(body: &[u8], model: &ServedModel) -> Result<Generation, ApiError> {
     };
     let prompts = match &given {
         Value::Array(list) if list.first().is_some_and(|first| !first.is_number()) => {
-            if list.len() * n > CHOICES_MAX {
+            let alike = list.iter().all(Value::is_string) || list.iter().all(Value::is_array);
+            if !alike || list.len() * n > CHOICES_MAX {
                 return Err(wrong("prompt", &given, PROMPT));
             }
             list.iter().map(read).collect::<Result<_, _>>()?

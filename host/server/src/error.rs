@@ -44,7 +44,8 @@ impl ApiError {
             kind,
             code: None,
             param: None,
-            message: message.into(),
+            // It repeats what it was given, and is to be one line of text.
+            message: message.into().replace(char::is_control, "\u{fffd}"),
         }
     }
 
@@ -121,10 +122,10 @@ impl ApiError {
             | RequestError::Step(_) => {
                 Self::server(StatusCode::INTERNAL_SERVER_ERROR, "engine_error", message)
             }
-            RequestError::Refused(_)
-            | RequestError::Sampling(_)
-            | RequestError::Vocabulary { .. }
-            | RequestError::NoTokenizer => Self::bad(message),
+            RequestError::Vocabulary { .. } => Self::field("prompt", message),
+            RequestError::Refused(_) | RequestError::Sampling(_) | RequestError::NoTokenizer => {
+                Self::bad(message)
+            }
             RequestError::UnknownTenant { .. } => Self::client(StatusCode::FORBIDDEN, message),
             RequestError::Device(_) | RequestError::Stopped => Self::stopped(message),
         }

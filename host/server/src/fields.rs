@@ -8,6 +8,7 @@ use std::ops::RangeInclusive;
 use serde_json::{Map, Value};
 
 use crate::error::ApiError;
+use crate::json::Json;
 
 /// Characters of a value that an error repeats.
 const SHOWN: usize = 60;
@@ -18,7 +19,7 @@ pub struct Fields(Map<String, Value>);
 impl Fields {
     /// Of a body.
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        match serde_json::from_slice(body) {
+        match serde_json::from_slice(body).map(|Json(value)| value) {
             Ok(Value::Object(members)) => Ok(Fields(members)),
             Ok(other) => Err(ApiError::bad(format!(
                 "the body is {}; give a JSON object",

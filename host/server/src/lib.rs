@@ -16,6 +16,7 @@ mod connections;
 mod error;
 mod fields;
 mod generation;
+mod json;
 mod keys;
 mod logprobs;
 mod metrics;

@@ -42,7 +42,17 @@ pub fn detokenize(body: &[u8], model: &ServedModel) -> Result<Value, ApiError> {
     let mut fields = Fields::parse(body)?;
     check_model(&mut fields, model, false)?;
     let tokens = match fields.take("tokens") {
-        Some(Value::Array(list)) => token_ids("tokens", &list)?,
+        Some(Value::Array(list)) => {
+            let tokens = token_ids("tokens", &list)?;
+            let unknown = |token: &&u32| model.tokenizer.token_text(**token).is_none();
+            if let Some(token) = tokens.iter().find(unknown) {
+                let message = format!(
+                    "the token {token} is not in the model's vocabulary; give tokens of this model"
+                );
+                return Err(ApiError::field("tokens", message));
+            }
+            tokens
+        }
         Some(other) => return Err(wrong("tokens", &other, "a list of token ids")),
         None => {
             let message = "`tokens` is missing; give a list of token ids";
