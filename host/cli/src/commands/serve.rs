@@ -172,7 +172,11 @@ fn template(
     let text = std::fs::read_to_string(path)
         .map_err(|error| unusable(format!("cannot be read ({error})")))?;
     let own = |token: Option<&str>| token.unwrap_or_default().to_owned();
-    let template = ChatTemplate::new(&text, own(tokenizer.bos_token()), own(tokenizer.eos_token()));
+    let template = ChatTemplate::new(
+        &text,
+        own(tokenizer.bos_token()),
+        own(tokenizer.eos_token()),
+    );
     template
         .map(Ok)
         .map_err(|error| unusable(error.to_string()))

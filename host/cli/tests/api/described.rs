@@ -84,7 +84,7 @@ fn every_parameter_takes_its_default_its_examples_and_null() {
     }
     println!("{tried} values of parameters");
     assert!(tried > 100, "{tried}");
-    server.is_well();
+    server.ends_well();
 }
 
 #[test]
@@ -180,5 +180,5 @@ fn pieces_of_a_stream_are_as_described() {
         }
         assert_eq!(events.last().unwrap()["usage"]["completion_tokens"], 10);
     }
-    server.is_well();
+    server.ends_well();
 }

@@ -157,7 +157,7 @@ fn slipped(mut bytes: Vec<u8>, slips: &[(Index, Slip)]) -> Vec<u8> {
                 more.iter().copied(),
             )),
             Slip::Cut(length) => {
-                drop(bytes.drain(at.min(bytes.len())..(at + length).min(bytes.len())))
+                drop(bytes.drain(at.min(bytes.len())..(at + length).min(bytes.len())));
             }
         }
     }
@@ -243,5 +243,5 @@ fn fuzzed_requests_are_answered_or_refused() {
     outcome.unwrap_or_else(|error| panic!("{error}"));
     // Both happened, or this tried nothing.
     assert!(statuses.borrow()[&200] > 100 && statuses.borrow()[&400] > 100);
-    server.is_well();
+    server.ends_well();
 }

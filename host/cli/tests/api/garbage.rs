@@ -183,7 +183,7 @@ fn garbage_is_refused_or_hung_up_on() {
         "garbage: {} kinds of it, {refused} refused, {closed} hung up on",
         all.len()
     );
-    server.is_well();
+    server.ends_well();
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn requests_in_one_packet_are_answered_in_order() {
         .map(|_| connection.response().unwrap().status)
         .collect();
     assert_eq!(statuses, [200, 400, 200, 200]);
-    server.is_well();
+    server.ends_well();
 }
 
 #[test]
@@ -233,7 +233,7 @@ fn a_body_beyond_the_limit_is_refused_before_it_is_sent() {
         // What was on its way when it closed takes the answer along.
         Err(error) => assert_ne!(error.kind(), ErrorKind::WouldBlock, "{error}"),
     }
-    server.is_well();
+    server.ends_well();
 }
 
 #[test]
@@ -263,7 +263,7 @@ fn who_is_slow_is_hung_up_on() {
             begun.elapsed()
         );
     }
-    server.is_well();
+    server.ends_well();
 }
 
 #[test]
@@ -279,5 +279,5 @@ fn who_hangs_up_leaves_nothing_behind() {
         sleep(Duration::from_millis(round % 8));
         drop(connection);
     }
-    server.is_well();
+    server.ends_well();
 }

@@ -495,7 +495,7 @@ fn malformed_requests_are_refused_in_the_shape_of_openai() {
         wrong.len(),
         wrong.join("\n")
     );
-    server.is_well();
+    server.ends_well();
 }
 
 /// The status that a kind of request has, where it has one.

@@ -94,6 +94,6 @@ fn the_official_client_gets_what_it_asks_for() {
         "{passed} cases\n{report}"
     );
     for server in [open, guarded, hasty, plain] {
-        server.is_well();
+        server.ends_well();
     }
 }

@@ -191,7 +191,7 @@ impl Served {
     }
 
     /// It runs, a good request has the right answer, and nothing runs, waits or holds a block afterwards.
-    pub fn is_well(mut self) {
+    pub fn ends_well(mut self) {
         let body =
             json!({"model": "tiny-llama", "prompt": "t5 t6 t7", "max_tokens": 8, "temperature": 0, "ignore_eos": true})
                 .to_string();

@@ -51,7 +51,10 @@ fn invalid(message: String) -> Error {
 }
 
 /// transformers' `tojson`: Python's separators, nothing escaped for HTML, text as it is.
-#[allow(clippy::needless_pass_by_value, reason = "a filter's arguments are its own")]
+#[allow(
+    clippy::needless_pass_by_value,
+    reason = "a filter's arguments are its own"
+)]
 fn to_json(value: &Value, kwargs: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = kwargs.get("indent")?;
     let ascii: Option<bool> = kwargs.get("ensure_ascii")?;

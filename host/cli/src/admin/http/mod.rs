@@ -91,7 +91,7 @@ impl PageListener {
         let app = app(Arc::new(control), self.access);
         let thread = std::thread::Builder::new()
             .name("timetable-admin-http".to_owned())
-            .spawn(move || run(runtime, self.listener, app, stopped))
+            .spawn(move || run(runtime, self.listener, &app, stopped))
             .map_err(failed)?;
         eprintln!("timetable: admin page at http://{}/", self.address);
         Ok(Page {
