@@ -52,7 +52,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
     cargo(&arguments)?;
 
     heading("all tests, optimised");
-    let mut arguments = vec!["test", "--release", "--workspace"];
+    let mut arguments = vec!["test", "--release", "--workspace", "--no-fail-fast"];
     if quick {
         arguments.extend(["--exclude", "timetable-tests"]);
     }
