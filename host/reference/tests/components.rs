@@ -5,7 +5,7 @@ mod support;
 use support::{batch, config, config_of};
 use timetable_attention::{BuildFault, MetadataBuilder};
 use timetable_reference::{Embedded, component, components, native_twin};
-use timetable_sandbox::{Limits, Sandbox, WasmBuilder};
+use timetable_sandbox::{Component, Limits, Sandbox, WasmBuilder};
 use timetable_types::{
     BuilderConfig, CaptureShape, ErrorKind, Family, KvCacheSpecKind, MambaCacheMode, MambaSpec,
     MambaType,
@@ -52,15 +52,17 @@ fn sandboxed(
 fn every_component_agrees_with_its_native_twin() {
     let sandbox = Sandbox::new(Limits::default()).expect("the sandbox starts");
     for embedded in components() {
+        let component = sandbox
+            .load(embedded.bytes)
+            .expect("a reference component loads");
         for config in configs(embedded) {
-            agrees(&sandbox, embedded, &config);
+            agrees(&component, embedded.name, &config);
         }
     }
 }
 
-fn agrees(sandbox: &Sandbox, embedded: &Embedded, config: &BuilderConfig) {
-    let name = embedded.name;
-    let mut guest = sandboxed(sandbox, embedded, config).expect("a reference component starts");
+fn agrees(component: &Component, name: &str, config: &BuilderConfig) {
+    let mut guest = WasmBuilder::new(component, config).expect("a reference component starts");
     let mut twin = native_twin(name, config).expect("the twin starts");
     assert_eq!(guest.info(), twin.info());
     for (num_reqs, query_len) in [(64, 1), (3, 700)] {
