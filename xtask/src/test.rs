@@ -44,7 +44,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
     crate::licences::check()?;
 
     heading("the rule book, with debug assertions");
-    let mut arguments = vec!["test", "--quiet"];
+    let mut arguments = vec!["test", "--quiet", "--no-fail-fast"];
     for name in PURE {
         arguments.extend(["--package", name]);
     }
