@@ -52,7 +52,7 @@ pub(crate) fn iterations_within(rows: u32, tokens: u32) -> u64 {
     const TEN_ROUNDS: u64 = 52;
     let (rows, tokens) = (u64::from(rows), u64::from(tokens));
     let build = 20_000 + 400 * rows + 40 * tokens;
-    let fuel = 400_000 + 2_000 * rows + 200 * tokens;
+    let fuel = 400_000 + 1_500 * rows + 200 * tokens;
     (fuel * 9 / 10).saturating_sub(build) * 10 / TEN_ROUNDS
 }
 

@@ -179,7 +179,7 @@ fn bad_requests_get_one_line() {
     generate(&["--prompt", &long, "--max-model-len", "512"]).fails(4, &["600", "512"]);
     generate(&["--prompt", "t5", "--max-model-len", "4096"]).fails(4, &["4096", "max_model_len"]);
     generate(&["--prompt", "t1", "--temperature=-1"]).fails(2, &["temperature", "-1"]);
-    generate(&["--prompt", "t1", "--top-p", "1.5"]).fails(2, &["top-p", "1.5"]);
+    generate(&["--prompt", "t1", "--top-p", "1.5"]).fails(2, &["top_p", "1.5"]);
     generate(&["--prompt", "t1", "--attention-backend", "MAGIC"]).fails(2, &["MAGIC"]);
     generate(&["--prompt", "t1", "--cudagraph-mode", "MAGIC"])
         .fails(2, &["--cudagraph-mode MAGIC", "FULL_AND_PIECEWISE"]);
