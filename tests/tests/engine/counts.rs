@@ -66,7 +66,7 @@ fn each_step_is_recorded_with_its_times_and_what_became_of_it() {
         };
         let config = EngineConfig {
             cache_size: CacheSize::Blocks(64),
-            builder_options: [("chaos", "trap"), ("chaos-min-rows", "8")]
+            builder_options: [("chaos", "trap"), ("chaos-min-rows", "9")]
                 .map(|(key, value)| (key.to_owned(), value.to_owned()))
                 .to_vec(),
             ..EngineConfig::default()
@@ -81,10 +81,10 @@ fn each_step_is_recorded_with_its_times_and_what_became_of_it() {
         }
         let timeline = Arc::new(Timeline::new(64));
         engine.set_timeline(Some(timeline.clone()));
-        // Two rows are built well, as those of the test build at the start are; eight are too many.
-        let (two, eight) = (drive::greedy(&[40; 5], 2), drive::greedy(&[50; 7], 2));
+        // Two rows are built well, as the eight of the test build at the start are; nine are too many.
+        let (two, nine) = (drive::greedy(&[40; 5], 2), drive::greedy(&[50; 7], 2));
         drive::generate(&mut engine, vec![two.clone(), two]);
-        drive::generate(&mut engine, vec![eight; 8]);
+        drive::generate(&mut engine, vec![nine; 9]);
         let stats = engine.stats();
         let kept = timeline.last(64);
         let records: Vec<StepRecord> = kept.into_iter().map(|(_, record)| record).collect();
