@@ -40,9 +40,7 @@ fn an_operator_reloads_and_rolls_back_in_a_browser() {
     browser.open(&host.url("/"));
 
     // The first look: what serves, what the engine does, where time goes.
-    let row = browser.wait_for(ROW, |text| {
-        text.contains("embedded") && text.contains("µs")
-    });
+    let row = browser.wait_for(ROW, |text| text.contains("embedded") && text.contains("µs"));
     for part in [
         "FLASH_ATTN/0",
         "everybody's",
