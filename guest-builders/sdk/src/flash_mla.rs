@@ -41,7 +41,7 @@ pub struct Backend {
 pub struct Decodes<'c> {
     /// Their query starts: s32 [rows + 1].
     pub query_start_loc: &'c [i32],
-    /// Bounds of their lengths: s32 [rows], global; empty where the host does not know them.
+    /// Bounds of their lengths: `s32 [rows]`, global; empty where the host does not know them.
     pub seq_lens: &'c [i32],
     /// Tokens, padding included where nothing prefills.
     pub num_tokens: u32,

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use timetable_sandbox::TenantName;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 
 use crate::error::ApiError;
 
@@ -17,6 +17,8 @@ pub struct Admission {
     state: Mutex<State>,
     /// Told when nothing runs while it drains.
     idle: Notify,
+    /// True once what still runs is to end.
+    ended: watch::Sender<bool>,
 }
 
 #[derive(Default)]
@@ -35,6 +37,7 @@ impl Admission {
             limit: running.saturating_add(waiting),
             state: Mutex::default(),
             idle: Notify::new(),
+            ended: watch::Sender::new(false),
         }
     }
 
@@ -93,6 +96,11 @@ impl Admission {
         self.state().draining = true;
     }
 
+    /// Tells every request that still runs that the server ends.
+    pub fn end(&self) {
+        self.ended.send_replace(true);
+    }
+
     /// Waits until no request runs.
     pub async fn idle(&self) {
         loop {
@@ -109,11 +117,31 @@ fn draining() -> ApiError {
     ApiError::stopped("this server is shutting down; try again in a moment, or at another one")
 }
 
+/// What a request hears that was not answered in time.
+pub fn cut_off() -> ApiError {
+    ApiError::stopped(
+        "this server ended before the answer did; try again in a moment, or at another one",
+    )
+}
+
 /// A request that was let in.
 pub struct Permit {
     admission: Arc<Admission>,
     tenant: Option<TenantName>,
     answers: usize,
+}
+
+impl Permit {
+    /// Waits until the server ends all the same.
+    pub fn ended(&self) -> impl Future<Output = ()> + Send + use<> {
+        let mut ended = self.admission.ended.subscribe();
+        async move {
+            if ended.wait_for(|ended| *ended).await.is_err() {
+                // Nobody is left who could tell.
+                std::future::pending::<()>().await;
+            }
+        }
+    }
 }
 
 impl Drop for Permit {

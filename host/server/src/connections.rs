@@ -23,6 +23,8 @@ const HEAD_BYTES_MAX: usize = 64 << 10;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// How long the last answers may take to reach their clients once nothing runs.
 const LAST_ANSWERS: Duration = Duration::from_secs(5);
+/// How long those that are cut off may take to hear it.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How often it is asked whether the engine lives.
 const LOOK: Duration = Duration::from_millis(500);
 
@@ -53,10 +55,13 @@ pub async fn serve(
         () = accept => 0,
         cut_off = until_done(&state, &mut phase) => cut_off,
     };
-    if cut_off == 0 {
-        // Connections that wait for another request are closed; the others once they have their answer.
-        let _ = timeout(LAST_ANSWERS, graceful.shutdown()).await;
-    }
+    // Connections that wait for another request are closed; the others once they have their answer, or that there is none.
+    state.admission.end();
+    let patience = match cut_off {
+        0 => LAST_ANSWERS,
+        _ => LAST_WORDS,
+    };
+    let _ = timeout(patience, graceful.shutdown()).await;
     Ended { cut_off }
 }
 

@@ -119,11 +119,38 @@ pub fn common(fields: &mut Fields) -> Result<Common, ApiError> {
     ] {
         fields.refuse(name, |_| false, why)?;
     }
+    let is = |expected: Value| move |value: &Value| *value == expected;
     fields.refuse(
         "use_beam_search",
-        |value| *value == Value::Bool(false),
+        is(Value::Bool(false)),
         "there is no beam search here; leave it out",
     )?;
+    // They would change the answer.
+    for name in [
+        "bad_words",
+        "allowed_token_ids",
+        "prompt_logprobs",
+        "prompt_embeds",
+        "truncate_prompt_tokens",
+        "logits_processors",
+        "chat_template",
+        "functions",
+        "function_call",
+        "audio",
+        "prediction",
+    ] {
+        fields.refuse(name, |_| false, "it is not supported; leave it out")?;
+    }
+    for (name, only) in [
+        ("min_tokens", Value::from(0)),
+        ("include_stop_str_in_output", Value::Bool(false)),
+        ("skip_special_tokens", Value::Bool(true)),
+        ("continue_final_message", Value::Bool(false)),
+        ("return_tokens_as_token_ids", Value::Bool(false)),
+    ] {
+        let why = format!("only {only} is supported; leave it out");
+        fields.refuse(name, is(only), &why)?;
+    }
     let params = SamplingParams {
         temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(1.0) as f32,
         top_p: above_0(fields, "top_p", 1.0)?,

@@ -16,7 +16,7 @@ use timetable_sandbox::TenantName;
 use tokio::sync::mpsc;
 use tokio::time::Sleep;
 
-use crate::admission::Permit;
+use crate::admission::{Permit, cut_off};
 use crate::error::ApiError;
 use crate::generation::Generation;
 use crate::metrics::{Clock, Metrics};
@@ -51,6 +51,8 @@ pub struct Running {
     first: Option<Event>,
     timeout: Duration,
     deadline: Pin<Box<Sleep>>,
+    /// The server ends.
+    ended: Pin<Box<dyn Future<Output = ()> + Send>>,
     clock: Clock,
     _permit: Permit,
 }
@@ -95,6 +97,7 @@ impl Running {
             first: None,
             timeout,
             deadline: Box::pin(tokio::time::sleep_until((arrived + timeout).into())),
+            ended: Box::pin(permit.ended()),
             clock: Clock::start(metrics, arrived, generation.choices()),
             _permit: permit,
         }
@@ -140,16 +143,23 @@ impl Running {
             return Poll::Ready(received.map(|(choice, event)| self.event(choice, event)));
         }
         if self.deadline.as_mut().poll(context).is_ready() {
-            let choice = self.requests.iter().position(Option::is_some).unwrap_or(0);
-            self.abort();
             let message = format!(
                 "the answer was not ready within {} s; ask for fewer tokens, or raise the server's request_timeout",
                 self.timeout.as_secs_f64()
             );
-            let what = What::Failed(ApiError::timeout(message));
-            return Poll::Ready(Some(Event { choice, what }));
+            return Poll::Ready(Some(self.give_up(ApiError::timeout(message))));
+        }
+        if self.ended.as_mut().poll(context).is_ready() {
+            return Poll::Ready(Some(self.give_up(cut_off())));
         }
         Poll::Pending
+    }
+
+    fn give_up(&mut self, error: ApiError) -> Event {
+        let choice = self.requests.iter().position(Option::is_some).unwrap_or(0);
+        self.abort();
+        let what = What::Failed(error);
+        Event { choice, what }
     }
 
     fn event(&mut self, choice: usize, event: RequestEvent) -> Event {

@@ -194,13 +194,25 @@ fn a_signal_lets_running_requests_end_and_refuses_new_ones() {
 fn a_second_signal_ends_at_once_and_says_what_was_cut_off() {
     let mut host = Serving::start(&["--max-num-seqs", "4"]);
     let mut running = host.send("POST", "/v1/completions", &[], &long(128).to_string());
-    running.read_until("data: ");
+    let begun = running.read_until("data: ");
+    // Behind all of those: nothing of it has been said.
+    let whole = with(&long(8), &json!({ "stream": false }));
+    let whole = host.send("POST", "/v1/completions", &[], &whole.to_string());
+    host.wait_until("two requests", |table| table["http"]["running"] == 2);
     host.signal("INT");
     host.wait_for_line("running requests end");
     host.signal("INT");
+    let streamed = running.answer_after(begun).body;
+    assert!(
+        streamed.contains("this server ended before the answer did"),
+        "{streamed}"
+    );
+    let whole = whole.answer();
+    whole.refused(503, "this server ended before the answer did");
+    assert_eq!(whole.header("retry-after"), Some("1"));
     let ended = host.end();
     assert_eq!(ended.code, 1, "{}", ended.stderr);
-    assert!(ended.stderr.contains("cut off: 1"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("cut off: 2"), "{}", ended.stderr);
 }
 
 #[test]
