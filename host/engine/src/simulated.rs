@@ -70,6 +70,7 @@ pub fn simulated_model() -> ModelConfig {
         attention_bias: false,
         sliding_window: None,
         first_window_layer: 0,
+        mixers: Vec::new(),
         eos_token_ids: Vec::new(),
         bos_token_id: None,
     }

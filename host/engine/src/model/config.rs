@@ -7,6 +7,7 @@ use super::gguf::GgufFile;
 use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
+use timetable_device::cpu::{mamba::MambaConfig, mla::LatentSizes};
 
 /// The families that the decoder in `llama.rs` computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,6 +85,22 @@ pub struct RopeConfig {
     pub scaling: RopeScaling,
 }
 
+/// What mixes a layer's tokens, and with what sizes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Mixer {
+    /// Softmax attention over keys and values, with the model's heads.
+    Attention {
+        /// Keys that a query sees, itself included.
+        sliding_window: Option<usize>,
+        /// Tokens of a chunk: a query sees the keys of its own chunk.
+        attention_chunk_size: Option<usize>,
+    },
+    /// Attention over cached latents.
+    Latent(LatentSizes),
+    /// A recurrence with one state per request.
+    Recurrent(MambaConfig),
+}
+
 /// A decoder's hyperparameters, in transformers' names.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
@@ -117,6 +134,8 @@ pub struct ModelConfig {
     pub sliding_window: Option<usize>,
     /// First layer that has the window; earlier ones see everything.
     pub first_window_layer: usize,
+    /// What mixes the tokens of each layer; empty: attention everywhere, with the window from `first_window_layer` on.
+    pub mixers: Vec<Mixer>,
     /// Tokens that end a generation.
     pub eos_token_ids: Vec<u32>,
     /// The token that begins a text, where the model has one.
@@ -142,6 +161,17 @@ impl ModelConfig {
     pub fn layer_sliding_window(&self, layer: usize) -> Option<usize> {
         self.sliding_window
             .filter(|_| layer >= self.first_window_layer)
+    }
+
+    /// What mixes the tokens of one layer.
+    pub fn mixer(&self, layer: usize) -> Mixer {
+        self.mixers
+            .get(layer)
+            .copied()
+            .unwrap_or_else(|| Mixer::Attention {
+                sliding_window: self.layer_sliding_window(layer),
+                attention_chunk_size: None,
+            })
     }
 
     /// Width of a token's queries: heads × head size.
@@ -269,6 +299,7 @@ impl ModelConfig {
                 .map(|w| in_range(path, &key("attention.sliding_window"), w, MAX_CONTEXT))
                 .transpose()?,
             first_window_layer: 0,
+            mixers: Vec::new(),
             eos_token_ids,
             bos_token_id: token("tokenizer.ggml.bos_token_id"),
         };
@@ -381,6 +412,7 @@ impl ModelConfig {
                 || json.attention_bias.unwrap_or(false),
             sliding_window,
             first_window_layer,
+            mixers: Vec::new(),
             eos_token_ids: token_list(json.eos_token_id.as_ref()),
             bos_token_id: token_list(json.bos_token_id.as_ref()).first().copied(),
         };

@@ -21,11 +21,13 @@ mod tiles;
 mod tiles_x86;
 pub(crate) mod weights;
 
-pub use config::{Architecture, ModelConfig, RopeConfig, RopeScaling, RopeStyle};
+pub use config::{Architecture, Mixer, ModelConfig, RopeConfig, RopeScaling, RopeStyle};
 pub use error::{AttentionError, ModelError};
 pub use llama::Model;
 
 use std::path::Path;
+
+use timetable_device::cpu::{mamba::MambaInputs, mla::LatentInputs};
 
 /// The form in which weights are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -65,7 +67,41 @@ pub trait AttentionLayers {
         v: &[f32],
         out: &mut [f32],
     ) -> Result<(), AttentionError>;
+
+    /// As [`AttentionLayers::attend`], for a layer of latent attention: `out` is `[num_tokens, heads · v_head_dim]`.
+    ///
+    /// # Errors
+    /// [`NotHere`] unless overridden; as `attend`.
+    fn attend_latent(
+        &mut self,
+        _layer: usize,
+        _inputs: &LatentInputs<'_>,
+        _out: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        Err(Box::new(NotHere("latent attention")))
+    }
+
+    /// As [`AttentionLayers::attend`], for a recurrent layer: each request's state goes on from where its last token left it.
+    /// `out` is `[num_tokens, output size]`.
+    ///
+    /// # Errors
+    /// [`NotHere`] unless overridden; as `attend`.
+    fn recur(
+        &mut self,
+        _layer: usize,
+        _inputs: &MambaInputs<'_>,
+        _out: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        Err(Box::new(NotHere("a recurrence")))
+    }
 }
+
+/// A layer needs what its executor does not compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the layer needs {0}, which this executor does not compute; run the model on the CPU device (--device cpu)"
+)]
+pub struct NotHere(pub &'static str);
 
 /// What a model path points to.
 pub(crate) enum Source {
