@@ -68,7 +68,7 @@ pub enum SelectError {
 /// 12.x that is FLASHINFER_MLA_SPARSE_SM120.
 pub fn priority(config: &Configuration, num_heads: u32, device: Device) -> Vec<Backend> {
     match device {
-        Device::Cpu => cpu_priority(),
+        Device::Cpu => cpu_priority(config),
         Device::Cuda { capability } if config.use_mla => {
             mla_priority(config, num_heads, capability)
         }

@@ -94,7 +94,8 @@ fn no_valid_backend_names_every_reason() {
         .to_string();
     assert_eq!(
         error,
-        "No valid attention backend found for cpu with AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype=auto, block_size=None, use_mla=False, has_sink=True, use_sparse=False, use_mm_prefix=False, use_per_head_quant_scales=False, attn_type=decoder, has_sliding_window=False, use_non_causal=False, use_batch_invariant=False, use_kv_connector=False, use_adaptive_verification=False, use_pcp=False, use_dcp=False, use_rswa=False). Reasons: {FLASH_ATTN: [attention sinks not supported], FLASHINFER: [attention sinks not supported]}."
+        "No valid attention backend found for cpu with AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype=auto, block_size=None, use_mla=False, has_sink=True, use_sparse=False, use_mm_prefix=False, use_per_head_quant_scales=False, attn_type=decoder, has_sliding_window=False, use_non_causal=False, use_batch_invariant=False, use_kv_connector=False, use_adaptive_verification=False, use_pcp=False, use_dcp=False, use_rswa=False). Reasons: {FLASH_ATTN: [attention sinks not supported], FLASHINFER: [attention sinks not supported], \
+         TRITON_ATTN: [attention sinks not supported]}."
     );
 }
 
@@ -153,14 +154,35 @@ fn the_cpu_device_runs_its_own_column() {
         };
         let chosen = select(&registry, &ask(&config, Device::Cpu, None)).unwrap();
         assert_eq!(chosen.row.name, "FLASH_ATTN");
-        let chosen = select(&registry, &ask(&config, Device::Cpu, Some("FLASHINFER"))).unwrap();
-        assert_eq!(chosen.row.name, "FLASHINFER");
+        for name in ["FLASHINFER", "TRITON_ATTN"] {
+            let chosen = select(&registry, &ask(&config, Device::Cpu, Some(name))).unwrap();
+            assert_eq!(chosen.row.name, name);
+        }
     }
-    let config = Configuration::new(64, Dtype::Float16);
-    let error = select(&registry, &ask(&config, Device::Cpu, Some("TRITON_ATTN"))).unwrap_err();
-    assert!(error.to_string().contains(
-        "not run by the CPU device: choose FLASH_ATTN or FLASHINFER (--attention-backend)"
-    ));
+    let config = Configuration::new(64, Dtype::Float32);
+    let refused = |config: &Configuration, name| {
+        let error = select(&registry, &ask(config, Device::Cpu, Some(name))).unwrap_err();
+        error.to_string()
+    };
+    let remedy = "not run by the CPU device: choose FLASH_ATTN, FLASHINFER or TRITON_ATTN (--attention-backend)";
+    assert!(refused(&config, "FLEX_ATTENTION").contains(remedy));
+    assert!(refused(&config, "FLASHMLA").contains("non-MLA not supported"));
+    let latent = Configuration {
+        use_mla: true,
+        ..Configuration::new(576, Dtype::Float32)
+    };
+    let remedy = "not run by the CPU device: choose FLASHMLA, FLASH_ATTN_MLA or TRITON_MLA (--attention-backend)";
+    assert!(refused(&latent, "CUTLASS_MLA").contains(remedy));
+    assert!(refused(&latent, "FLASH_ATTN").contains("MLA not supported"));
+    // FLASHMLA's schedule counts blocks of 64 tokens.
+    for (block_size, name) in [(64, "FLASHMLA"), (16, "FLASH_ATTN_MLA"), (4, "TRITON_MLA")] {
+        let config = Configuration {
+            block_size: Some(block_size),
+            ..latent.clone()
+        };
+        let chosen = select(&registry, &ask(&config, Device::Cpu, None)).unwrap();
+        assert_eq!(chosen.row.name, name);
+    }
     let fp8 = Configuration {
         kv_cache_dtype: Some("fp8".to_owned()),
         ..Configuration::new(64, Dtype::Float32)

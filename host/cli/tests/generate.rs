@@ -183,7 +183,8 @@ fn bad_requests_get_one_line() {
     generate(&["--prompt", "t1", "--attention-backend", "MAGIC"]).fails(2, &["MAGIC"]);
     generate(&["--prompt", "t1", "--cudagraph-mode", "MAGIC"])
         .fails(2, &["--cudagraph-mode MAGIC", "FULL_AND_PIECEWISE"]);
-    generate(&["--prompt", "t1", "--attention-backend", "TRITON_ATTN"]).fails(4, &["TRITON_ATTN"]);
+    generate(&["--prompt", "t1", "--attention-backend", "FLEX_ATTENTION"])
+        .fails(4, &["FLEX_ATTENTION"]);
     generate(&["--prompt", "t1", "--builder", "FLASHINFER=x.wasm"])
         .fails(2, &["FLASHINFER", "FLASH_ATTN"]);
     generate(&[
