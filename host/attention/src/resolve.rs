@@ -190,18 +190,31 @@ impl<'a> Resolver<'a> {
         common: &CommonAttentionMetadata,
         inputs: StepInputs<'a>,
     ) -> Self {
+        let tokens = common.num_actual_tokens as usize;
+        Resolver {
+            dcp: Dcp::of(config),
+            ..Self::of_step(inputs, tokens, config.kv_cache_spec.block_size)
+        }
+    }
+
+    /// For a step of `num_actual_tokens` tokens in a group whose blocks have `block_size`, without context parallelism.
+    pub fn of_step(inputs: StepInputs<'a>, num_actual_tokens: usize, block_size: u32) -> Self {
         let keys: u64 = inputs.seq_lens.iter().map(|&len| len.max(0) as u64).sum();
         let room = keys
-            + u64::from(common.num_actual_tokens)
+            + num_actual_tokens as u64
             + inputs.slot_mapping.len() as u64
             + 2 * inputs.block_table.data.len() as u64
             + 65_536;
         Resolver {
             inputs,
             room,
-            num_actual_tokens: common.num_actual_tokens as usize,
-            block_size: config.kv_cache_spec.block_size.max(1),
-            dcp: Dcp::of(config),
+            num_actual_tokens,
+            block_size: block_size.max(1),
+            dcp: Dcp {
+                world: 1,
+                rank: 0,
+                interleave: 1,
+            },
         }
     }
 

@@ -173,6 +173,42 @@ pub fn instruction_set() -> &'static str {
     }
 }
 
+/// Work whose loops gain from the machine's instruction set: `run` is compiled for each, with all that is inlined into it.
+pub(super) trait Work {
+    /// `FMA`: multiply and add are fused. To be `#[inline(always)]`.
+    fn run<const FMA: bool>(self);
+}
+
+/// Runs `work` on the best instruction set that the machine has.
+pub(super) fn on_best<W: Work>(work: W) {
+    match detect() {
+        // AArch64 always fuses; elsewhere the portable build may not.
+        InstructionSet::Portable => work.run::<{ cfg!(target_arch = "aarch64") }>(),
+        #[cfg(target_arch = "x86_64")]
+        InstructionSet::Avx2 => {
+            // SAFETY: `detect` found avx2 and fma on this processor.
+            unsafe { on_avx2(work) }
+        }
+        #[cfg(target_arch = "x86_64")]
+        InstructionSet::Avx512 => {
+            // SAFETY: `detect` found avx2, fma and avx512{f,bw,dq,vl} on this processor.
+            unsafe { on_avx512(work) }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn on_avx2<W: Work>(work: W) {
+    work.run::<true>();
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
+fn on_avx512<W: Work>(work: W) {
+    work.run::<true>();
+}
+
 /// Attention of packed query rows `packed` of the task's request: normalised output f32 [rows, head_size], zeros for a row
 /// that sees no key of `task.keys`, and log-sum-exp f64 [rows], −∞ for such a row.
 pub(super) fn attend<E: Element>(

@@ -1,0 +1,115 @@
+//! Mamba2's recurrence, one head: with Δ = softplus(dt + bias), h ← e^(aΔ) h + Δ B ⊗ x and y = C·h + D x. It must never know
+//! states' ids.
+//!
+//! A chunk is computed in tiles, and a tile as structured state space duality has it (Dao and Gu 2024): what its tokens get from
+//! the state before it, and from each other as if by attention, with the decay between them as mask; then the state after it.
+//! vLLM `mamba_chunk_scan_combined_varlen` and `selective_state_update`.
+
+use super::{
+    Mamba2Config, Mamba2Inputs,
+    execute::Convolved,
+    numbers::{add, dot, softplus},
+    recurrence::Recurrence,
+    step::Place,
+};
+
+const TILE: usize = 32;
+
+pub(super) struct Head<'a> {
+    pub config: &'a Mamba2Config,
+    pub inputs: &'a Mamba2Inputs<'a>,
+    pub convolved: Convolved<'a>,
+    pub head: usize,
+    /// f32 [T, head_dim]
+    pub output: &'a mut [f32],
+    /// f64 [TILE, head_dim]
+    pub sums: &'a mut [f64],
+}
+
+impl Head<'_> {
+    /// f64 that a head's sums need.
+    pub(super) fn space(config: &Mamba2Config) -> usize {
+        TILE * config.head_dim
+    }
+
+    /// f32 [head_dim]
+    fn x(&self, place: &Place) -> &[f32] {
+        let size = self.config.head_dim;
+        self.convolved.row(self.head * size, size, place)
+    }
+
+    /// f32 [state_size]: B (0) or C (1).
+    fn shared(&self, which: usize, place: &Place) -> &[f32] {
+        let Mamba2Config {
+            num_heads,
+            head_dim,
+            n_groups,
+            state_size,
+            ..
+        } = *self.config;
+        let group = self.head / (num_heads / n_groups);
+        let first = num_heads * head_dim + (which * n_groups + group) * state_size;
+        self.convolved.row(first, state_size, place)
+    }
+
+    fn delta(&self, place: &Place) -> f64 {
+        let (low, high) = self.config.time_step_limit;
+        let dt = self.inputs.dt[place.token as usize * self.config.num_heads + self.head];
+        let delta = softplus(f64::from(dt) + f64::from(self.inputs.dt_bias[self.head]));
+        delta.max(low.into()).min(high.into())
+    }
+}
+
+impl Recurrence for Head<'_> {
+    const TILE: usize = TILE;
+
+    #[inline(always)]
+    fn advance<const FMA: bool>(&mut self, state: &mut [f64], places: &[Place]) {
+        let size = self.config.head_dim;
+        let (count, a) = (places.len(), f64::from(self.inputs.a[self.head]));
+        // Δ of each token, its decay, and the decay from before the tile to behind it.
+        let (mut delta, mut decay, mut through) = ([0.0; TILE], [0.0; TILE], [0.0; TILE]);
+        let mut whole = 1.0;
+        for (index, place) in places.iter().enumerate() {
+            delta[index] = self.delta(place);
+            decay[index] = (a * delta[index]).exp();
+            whole *= decay[index];
+            through[index] = whole;
+        }
+        let mut sums = std::mem::take(&mut self.sums);
+        sums[..count * size].fill(0.0);
+        for (n, h) in state.chunks_exact(size).enumerate() {
+            for (index, place) in places.iter().enumerate() {
+                let c = f64::from(self.shared(1, place)[n]) * through[index];
+                add::<FMA, f64>(&mut sums[index * size..][..size], c, h);
+            }
+        }
+        // Of each token so far, Δ and the decay since.
+        let mut weight = [0.0; TILE];
+        for (index, place) in places.iter().enumerate() {
+            for weight in &mut weight[..index] {
+                *weight *= decay[index];
+            }
+            weight[index] = delta[index];
+            let sums = &mut sums[index * size..][..size];
+            let c = self.shared(1, place);
+            for (earlier, weight) in places[..=index].iter().zip(weight) {
+                let score = dot::<FMA>(c, self.shared(0, earlier));
+                add::<FMA, f32>(sums, score * weight, self.x(earlier));
+            }
+            add::<FMA, f32>(sums, self.inputs.d[self.head].into(), self.x(place));
+            let output = &mut self.output[place.token as usize * size..][..size];
+            for (output, &sum) in output.iter_mut().zip(&*sums) {
+                *output = sum as f32;
+            }
+        }
+        for (n, h) in state.chunks_exact_mut(size).enumerate() {
+            h.iter_mut().for_each(|h| *h *= whole);
+            for (place, weight) in places.iter().zip(weight) {
+                let b = f64::from(self.shared(0, place)[n]) * weight;
+                add::<FMA, f32>(h, b, self.x(place));
+            }
+        }
+        self.sums = std::mem::take(&mut sums);
+    }
+}
