@@ -5,6 +5,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 
 use crate::kernel_block::{
@@ -82,7 +83,45 @@ pub struct AttentionGroup {
     pub kernel_block_stride: u32,
 }
 
+/// What a group's builder and kernels see of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum BatchView {
+    /// The batch as it is.
+    Plain,
+    /// Its virtual rows, each within one chunk.
+    Local {
+        /// Tokens of a chunk.
+        chunk: u32,
+    },
+    /// A table of one column, each row's state; no slots.
+    States,
+}
+
+impl fmt::Display for BatchView {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            BatchView::Plain => f.write_str("plain"),
+            BatchView::Local { chunk } => write!(f, "chunks of {chunk}"),
+            BatchView::States => f.write_str("states"),
+        }
+    }
+}
+
 impl AttentionGroup {
+    /// What its builder sees of a step. A spec with a chunk asks for virtual rows, whether its keys are all kept or not.
+    pub fn view(&self) -> BatchView {
+        match &self.spec {
+            CacheSpec::Mamba(_) => BatchView::States,
+            CacheSpec::ChunkedLocalAttention(spec) => BatchView::Local {
+                chunk: spec.attention_chunk_size,
+            },
+            CacheSpec::FullAttention(spec) => spec
+                .attention_chunk_size
+                .map_or(BatchView::Plain, |chunk| BatchView::Local { chunk }),
+            _ => BatchView::Plain,
+        }
+    }
+
     /// Tokens of the blocks that this group's kernels read.
     pub fn block_size(&self) -> u32 {
         self.kernel_block_size

@@ -6,9 +6,11 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::backend::{Capability, Device};
+use timetable_types::Family;
+
+use crate::backend::{Capability, Device, family_of};
 use crate::batch::{InvarianceFinding, check_batch_invariance};
-use crate::group::AttentionGroup;
+use crate::group::{AttentionGroup, BatchView};
 use crate::spec::KvQuantMode;
 
 /// One layer's line.
@@ -18,6 +20,8 @@ pub struct LayerReport {
     pub layer: String,
     /// Its backend's name.
     pub backend: String,
+    /// The interface of the family whose metadata it reads; none where no contract has it.
+    pub family: Option<&'static str>,
     /// The backend's class, wrappers included.
     pub class: String,
     /// `FULL_ATTENTION`, `SLIDING_WINDOW`, …
@@ -26,13 +30,15 @@ pub struct LayerReport {
     pub kv_cache_group: usize,
     /// Index of its attention group.
     pub attention_group: usize,
-    /// Query heads on this rank.
+    /// What its builder sees of a step: `plain`, `chunks of 8192`, `states`.
+    pub view: String,
+    /// Query heads on this rank; 0 for layers without.
     pub num_heads: u32,
     /// Tokens of a manager block.
     pub block_size: u32,
     /// Tokens of a kernel block.
     pub kernel_block_size: u32,
-    /// Bytes of a manager block of this layer.
+    /// Bytes of a manager block of this layer, or of one state.
     pub page_size_bytes: u64,
 }
 
@@ -169,16 +175,22 @@ impl fmt::Display for StartupReport {
             if same.len() > 1 {
                 write!(f, " … {} ({} layers)", last.layer, same.len())?;
             }
-            writeln!(
-                f,
-                ": {} ({}, {} query heads, block {} read as {}, {} bytes a page)",
-                first.backend,
-                first.kind,
-                first.num_heads,
-                first.block_size,
-                first.kernel_block_size,
-                first.page_size_bytes
-            )?;
+            write!(f, ": {} ({}, ", first.backend, first.kind)?;
+            if let Some(family) = first.family {
+                write!(f, "metadata of `{family}`, ")?;
+            }
+            match first.kind {
+                "MAMBA" => write!(f, "one state of {} bytes a request", first.page_size_bytes)?,
+                _ => write!(
+                    f,
+                    "{} query heads, block {} read as {}, {} bytes a page",
+                    first.num_heads,
+                    first.block_size,
+                    first.kernel_block_size,
+                    first.page_size_bytes
+                )?,
+            }
+            writeln!(f, ", {} view)", first.view)?;
         }
         self.hazards.iter().try_for_each(|h| writeln!(f, "{h}"))
     }
@@ -192,10 +204,12 @@ fn layers(groups: &[AttentionGroup]) -> Vec<LayerReport> {
             .map(|layer| LayerReport {
                 layer: layer.clone(),
                 backend: group.backend.name.to_string(),
+                family: family_of(&group.backend.name).map(Family::interface),
                 class: group.backend.class.to_string(),
                 kind: group.spec.kind_name(),
                 kv_cache_group: group.kv_cache_group_id,
                 attention_group: index,
+                view: group.view().to_string(),
                 num_heads: group.num_heads,
                 block_size: group.spec.block_size(),
                 kernel_block_size: group.block_size(),
@@ -240,6 +254,9 @@ fn hazards(groups: &[AttentionGroup], facts: &RunFacts<'_>) -> Vec<Hazard> {
             ),
         ));
     }
+    if groups.iter().any(|group| group.view() == BatchView::States) {
+        found.extend(state_hazards(facts));
+    }
     // One line per backend and cause, however many groups it has.
     let mut seen: Vec<(&str, &'static str)> = Vec::new();
     for group in groups {
@@ -250,6 +267,28 @@ fn hazards(groups: &[AttentionGroup], facts: &RunFacts<'_>) -> Vec<Hazard> {
                 found.push(hazard);
             }
         }
+    }
+    found
+}
+
+/// What does not go together with layers that keep a state: a state stands for all tokens before it, so none of it can be shared
+/// or taken back.
+fn state_hazards(facts: &RunFacts<'_>) -> Vec<Hazard> {
+    let mut found = Vec::new();
+    if facts.prefix_caching {
+        found.push(Hazard::warning(
+            "prefix_caching_disabled",
+            "Hybrid or mamba-based model detected without support for prefix caching: disabling.",
+        ));
+    }
+    if facts.num_speculative_tokens > 0 {
+        found.push(Hazard::refusal(
+            "speculation_over_states",
+            format!(
+                "{} draft tokens: the model has recurrent layers, and a state cannot take back a draft that is refused; leave speculation out (--speculative-method)",
+                facts.num_speculative_tokens
+            ),
+        ));
     }
     found
 }

@@ -442,7 +442,7 @@ fn the_report_names_each_layer_and_each_hazard() {
     assert_eq!(quiet.refusal(), None);
     assert_eq!(
         quiet.to_string(),
-        "l.0 … l.1 (2 layers): FLASHINFER (FULL_ATTENTION, 8 query heads, block 16 read as 16, 8192 bytes a page)\n"
+        "l.0 … l.1 (2 layers): FLASHINFER (FULL_ATTENTION, metadata of `flashinfer`, 8 query heads, block 16 read as 16, 8192 bytes a page, plain view)\n"
     );
     let changes = ["CUDAGraphMode.FULL is not supported".to_owned()];
     let bases = [(

@@ -230,6 +230,10 @@ pub enum KvCacheDtypeArg {
     #[value(alias = "fp8_e4m3")]
     #[serde(alias = "fp8_e4m3")]
     Fp8,
+    /// DeepSeek's form of a latent: 8-bit floats with a scale for each 128; latent attention on the CPU
+    #[value(name = "fp8_ds_mla")]
+    #[serde(rename = "fp8_ds_mla")]
+    Fp8DsMla,
 }
 
 #[derive(Debug, Args)]
@@ -350,7 +354,8 @@ pub struct SettingArgs {
 
 #[derive(Clone, Debug, Args)]
 pub struct AttentionArgs {
-    /// The attention backend of every layer; an explicit choice never falls back [default: FLASH_ATTN]
+    /// The backend of every layer with attention, or with latent attention; an explicit choice never falls back [default: auto, the
+    /// device's first that serves the model]
     #[arg(long, value_name = "NAME")]
     pub attention_backend: Option<String>,
 

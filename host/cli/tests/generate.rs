@@ -79,7 +79,7 @@ fn the_log_says_which_backend_each_layer_got_and_what_became_of_the_graph_mode()
     for (level, part) in [
         (
             "INFO",
-            "Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN', 'FLASHINFER'].",
+            "Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN', 'FLASHINFER', 'TRITON_ATTN'].",
         ),
         (
             "INFO",

@@ -1,11 +1,12 @@
 //! The engine's attention groups: layers that share a builder and a step's metadata.
 //!
-//! Which layers share a group is the plan's matter. All groups share one KV cache group: one block table, one slot mapping.
-//! A group has a *slot* for everybody, and one for each tenant with a builder of its own; each slot builds for its own segment of
+//! Which layers share a group is the plan's matter, and what a group sees of a step its view's (`view`): all groups with keys
+//! share one block table and one slot mapping. A group has a *slot* for everybody, and one for each tenant with a builder of its own; each slot builds for its own segment of
 //! a step, and its failure is that segment's alone. What is built here is verified here, and handed to the executor, which alone
 //! knows the layers and the device. This module must never know requests or tokens.
 
 mod plan;
+mod view;
 
 pub use plan::{AttentionPlan, backend_name};
 
@@ -16,7 +17,7 @@ use timetable_attention::{
     BuildFault, Grant, MetadataBuilder, Refusal, Verifier, VerifyContext,
     batch::capture_batch,
     graphs::{BatchExecutionDescriptor, covering},
-    group::AttentionGroup,
+    group::{AttentionGroup, BatchView},
     plain_builder, verify_step,
 };
 use timetable_sandbox::{
@@ -29,13 +30,14 @@ use timetable_types::{
 };
 
 use crate::{
-    batch::{InputBatch, NoSlot, Segment},
+    batch::{BatchShape, InputBatch, NoSlot, Segment},
     config::{BuilderSource, Builders, EngineConfig, EngineError},
     executor::{Executor, SegmentPlace, Unprepared, eager_shape},
     spans,
     tenants::SlotConfig,
     timings::{Lap, StepTimings},
 };
+use view::View;
 
 /// Why a step has no metadata. Its requests fail with this; the engine lives.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -97,15 +99,23 @@ struct SlotSetup<'a> {
 /// Layers that share a step's metadata: a slot for everybody, then those of tenants, in the order of their segments.
 struct Group {
     slots: Vec<Slot>,
+    /// Kernel blocks of the cache, or states of the pool.
+    num_blocks: u32,
+}
+
+/// Groups that see the same of a step.
+struct SeenBy {
+    view: View,
+    /// Indexes of them, at least one.
+    groups: Vec<usize>,
 }
 
 /// All groups.
 pub(crate) struct Attention {
     groups: Vec<Group>,
+    views: Vec<SeenBy>,
     /// Whose the slots are, after the first.
     tenants: Vec<TenantName>,
-    /// Kernel blocks of the cache.
-    num_blocks: usize,
     plan: AttentionPlan,
     /// Is told of every step that a sandboxed slot served.
     observer: Option<Box<dyn StepObserver>>,
@@ -121,22 +131,27 @@ pub(crate) struct BuildOutcome {
 }
 
 impl Attention {
-    /// A builder for each slot of each of the plan's groups, made of `configs`. `acceptance` is the device's own check of a
-    /// group's new version.
+    /// A builder for each slot of each of the plan's groups, made of `configs`, for steps of `shape` at most. `acceptance` is the
+    /// device's own check of a group's new version.
     pub(crate) fn new(
         engine: &EngineConfig,
         plan: AttentionPlan,
-        configs: Vec<BuilderConfig>,
+        (configs, shape): (Vec<BuilderConfig>, &BatchShape),
         sandbox: &Sandbox,
         builders: Builders<'_>,
         acceptance: impl Fn(usize) -> Option<Acceptance>,
     ) -> Result<Self, EngineError> {
         let slots = slots(engine, sandbox, builders)?;
-        let (backend, family) = (plan.backend(), plan.family());
+        for (_, slot) in &slots {
+            slot.source.check(&plan)?;
+        }
         let group = |(index, config): (usize, BuilderConfig)| {
             let of_device = acceptance(index);
+            let backend = &plan.groups()[index].backend.name;
+            let family = plan.family(index);
             let slot = |(tenant, of_tenant): &(Option<TenantName>, TenantSlot<'_>)| {
                 let tenant = tenant.as_ref();
+                let chosen = of_tenant.source.of_family(family);
                 let setup = SlotSetup {
                     name: tenant.map_or_else(
                         || format!("{backend}/{index}"),
@@ -144,36 +159,57 @@ impl Attention {
                     ),
                     family,
                     config: BuilderConfig {
-                        options: of_tenant.options.to_vec(),
+                        options: chosen.options.unwrap_or(of_tenant.options).to_vec(),
                         ..config.clone()
                     },
-                    grant: of_tenant.grant,
+                    grant: chosen.grant.unwrap_or(of_tenant.grant),
                     sandbox: &of_tenant.sandbox,
-                    source: of_tenant.source,
+                    source: chosen.source,
                     policy: of_tenant.policy,
                 };
                 Slot::new(setup, of_device.as_ref())
             };
-            let slots = slots.iter().map(slot).collect::<Result<_, EngineError>>()?;
-            Ok(Group { slots })
+            Ok(Group {
+                slots: slots.iter().map(slot).collect::<Result<_, EngineError>>()?,
+                num_blocks: 1,
+            })
         };
         let groups = configs
             .into_iter()
             .enumerate()
             .map(group)
             .collect::<Result<_, EngineError>>()?;
+        let mut views: Vec<(BatchView, SeenBy)> = Vec::new();
+        for (index, group) in plan.groups().iter().enumerate() {
+            let view = group.view();
+            match views.iter_mut().find(|(other, _)| *other == view) {
+                Some((_, seen)) => seen.groups.push(index),
+                None => views.push((
+                    view,
+                    SeenBy {
+                        view: View::new(view, shape)?,
+                        groups: vec![index],
+                    },
+                )),
+            }
+        }
         Ok(Self {
             groups,
+            views: views.into_iter().map(|(_, seen)| seen).collect(),
             tenants: slots.into_iter().filter_map(|(tenant, _)| tenant).collect(),
-            num_blocks: 1,
             plan,
             observer: None,
         })
     }
 
-    /// The cache has so many of the kernels' blocks.
-    pub(crate) fn set_num_blocks(&mut self, num_blocks: usize) {
-        self.num_blocks = num_blocks;
+    /// The cache has so many of the kernels' blocks, and the pool so many states.
+    pub(crate) fn set_num_blocks(&mut self, num_blocks: usize, num_states: usize) {
+        for (group, layers) in self.groups.iter_mut().zip(self.plan.groups()) {
+            group.num_blocks = match layers.view() {
+                BatchView::States => num_states as u32,
+                BatchView::Plain | BatchView::Local { .. } => num_blocks as u32,
+            };
+        }
     }
 
     /// From here on, `observer` is told of every step that a sandboxed slot served.
@@ -204,9 +240,14 @@ impl Attention {
 
     /// As [`Attention::launch_promises`], for the largest step outside graphs.
     pub(crate) fn eager_promises(&mut self) -> Result<Vec<LaunchPromise>, BuildFault> {
-        match self.groups.first() {
-            Some(group) => {
-                let shape = eager_shape(&group.slots[0].config.scheduler);
+        let of_batch = self
+            .views
+            .iter()
+            .find(|seen| matches!(seen.view, View::Plain));
+        match of_batch {
+            Some(seen) => {
+                let scheduler = &self.groups[seen.groups[0]].slots[0].config.scheduler;
+                let shape = eager_shape(scheduler);
                 self.launch_promises(&shape)
             }
             None => Ok(Vec::new()),
@@ -290,7 +331,7 @@ impl Attention {
         })
     }
 
-    /// For each segment of a divided batch: verifies its tensors, then has its slot build each group's metadata, verifies them
+    /// For each segment of a divided batch and each view of it: verifies the tensors, then has its slot build each group's metadata, verifies them
     /// and has `executor` prepare them, for a step that runs as `graph`.
     ///
     /// # Errors
@@ -330,56 +371,59 @@ impl Attention {
         timings: &mut StepTimings,
     ) -> Result<bool, StepError> {
         let mut fell_back = false;
-        let num_blocks = self.num_blocks as u32;
         let slot = segment.key.slot as usize;
-        let mut lap = Lap::start();
-        for (group_index, group) in self.groups.iter_mut().enumerate() {
-            let promise = executor.promise(group_index, graph);
-            let Slot {
-                name,
-                config,
-                grant,
-                builder,
-                verifier,
-            } = &mut group.slots[slot];
-            let context = VerifyContext {
-                config,
-                common: segment.common,
-                inputs: &segment.inputs,
-                promise: promise.as_ref(),
-                grant: *grant,
-                num_blocks,
-            };
-            if group_index == 0 {
-                verify_step(&context).map_err(StepError::Tensors)?;
-                timings.verify_ns += lap.ns();
-            }
-            let accepting = Accepting {
-                group: group_index,
-                segment: SegmentPlace {
-                    index,
-                    first_row: segment.first_row,
-                    first_token: segment.first_token,
-                },
-                verifier,
-                executor: RefCell::new(&mut *executor),
-                verify_ns: Cell::new(0),
-                prepare_ns: Cell::new(0),
-            };
-            let built = builder
-                .build(segment.key.is_candidate, &accepting, &context, timings)
-                .map_err(|message| StepError::Metadata {
-                    group: name.clone(),
-                    message,
-                })?;
-            fell_back |= built.fell_back;
-            if let (Some(observer), Some(built)) = (&mut self.observer, built.served) {
-                observer.observe(ObservedStep {
-                    slot: name,
-                    tenant: slot.checked_sub(1).map(|index| &self.tenants[index]),
-                    context: &context,
-                    built,
-                });
+        for SeenBy { view, groups } in &mut self.views {
+            let mut lap = Lap::start();
+            let (common, inputs) = view.of(segment);
+            for (nth, &group_index) in groups.iter().enumerate() {
+                let group = &mut self.groups[group_index];
+                let promise = executor.promise(group_index, graph);
+                let Slot {
+                    name,
+                    config,
+                    grant,
+                    builder,
+                    verifier,
+                } = &mut group.slots[slot];
+                let context = VerifyContext {
+                    config,
+                    common,
+                    inputs: &inputs,
+                    promise: promise.as_ref(),
+                    grant: *grant,
+                    num_blocks: group.num_blocks,
+                };
+                if nth == 0 {
+                    verify_step(&context).map_err(StepError::Tensors)?;
+                    timings.verify_ns += lap.ns();
+                }
+                let accepting = Accepting {
+                    group: group_index,
+                    segment: SegmentPlace {
+                        index,
+                        first_row: segment.first_row,
+                        first_token: segment.first_token,
+                    },
+                    verifier,
+                    executor: RefCell::new(&mut *executor),
+                    verify_ns: Cell::new(0),
+                    prepare_ns: Cell::new(0),
+                };
+                let built = builder
+                    .build(segment.key.is_candidate, &accepting, &context, timings)
+                    .map_err(|message| StepError::Metadata {
+                        group: name.clone(),
+                        message,
+                    })?;
+                fell_back |= built.fell_back;
+                if let (Some(observer), Some(built)) = (&mut self.observer, built.served) {
+                    observer.observe(ObservedStep {
+                        slot: name,
+                        tenant: slot.checked_sub(1).map(|index| &self.tenants[index]),
+                        context: &context,
+                        built,
+                    });
+                }
             }
         }
         Ok(fell_back)
@@ -467,7 +511,7 @@ impl Slot {
             acceptance: Some(acceptance(&config, grant, of_device.cloned())),
         };
         let builder = match source {
-            BuilderSource::Plain => {
+            BuilderSource::Plain | BuilderSource::ByFamily(_) => {
                 StepBuilder::Sandboxed(Box::new(GroupBuilder::plain(sandbox, setup(plain))))
             }
             BuilderSource::Component { component, origin } => StepBuilder::Sandboxed(Box::new(

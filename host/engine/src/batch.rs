@@ -55,7 +55,7 @@ pub struct BlockSizeError {
 }
 
 /// No rows, and memory for `rows`.
-fn empty_common(rows: usize, width: usize) -> CommonAttentionMetadata {
+pub(crate) fn empty_common(rows: usize, width: usize) -> CommonAttentionMetadata {
     CommonAttentionMetadata {
         num_reqs: 0,
         num_actual_tokens: 0,
@@ -78,7 +78,7 @@ fn empty_common(rows: usize, width: usize) -> CommonAttentionMetadata {
 }
 
 /// Makes `part` what a step of the rows `rows` of `whole` alone would be.
-fn copy_rows(
+pub(crate) fn copy_rows(
     whole: &CommonAttentionMetadata,
     rows: std::ops::Range<usize>,
     part: &mut CommonAttentionMetadata,
@@ -125,6 +125,8 @@ pub struct NoSlot {
 pub struct BatchRow<'a> {
     /// Index in the table of running requests.
     pub req_idx: u32,
+    /// The request's recurrent state, for models that have such: an index of the pool, 0 for none.
+    pub state: u32,
     /// Names the occupant: a row with the same epoch as in the step before has the same blocks, or those and more.
     pub epoch: u64,
     /// Tokens whose keys and values are in the cache already.
@@ -190,6 +192,8 @@ pub struct Segment<'a> {
     pub common: &'a CommonAttentionMetadata,
     /// The tensors.
     pub inputs: StepInputs<'a>,
+    /// `s32 [R]`: each row's recurrent state.
+    pub states: &'a [i32],
 }
 
 impl Segment<'_> {
@@ -217,6 +221,8 @@ pub struct InputBatch {
     token_ids: Vec<i32>,
     positions: Vec<i64>,
     slot_mapping: Vec<i64>,
+    /// Each row's recurrent state.
+    states: Vec<i32>,
     logits_rows: Vec<usize>,
     no_slot: Option<NoSlot>,
     /// May every row replay a decode graph?
@@ -260,6 +266,7 @@ impl InputBatch {
             token_ids: Vec::with_capacity(max_tokens),
             positions: Vec::with_capacity(max_tokens),
             slot_mapping: Vec::with_capacity(max_tokens),
+            states: Vec::with_capacity(max_rows),
             logits_rows: Vec::with_capacity(max_rows),
             no_slot: None,
             decodes: true,
@@ -285,6 +292,7 @@ impl InputBatch {
         self.token_ids.clear();
         self.positions.clear();
         self.slot_mapping.clear();
+        self.states.clear();
         self.logits_rows.clear();
         self.segments.clear();
         self.no_slot = None;
@@ -343,6 +351,7 @@ impl InputBatch {
                 first_token: 0,
                 common: &self.common,
                 inputs: whole,
+                states: &self.states,
             };
         }
         let SegmentStart { key, row, token } = self.segments[index];
@@ -354,6 +363,7 @@ impl InputBatch {
             first_row: row,
             first_token: token,
             common,
+            states: &self.states[rows.clone()],
             inputs: StepInputs {
                 query_start_loc: &common.query_start_loc_cpu,
                 seq_lens: &common.seq_lens_cpu_upper_bound,
@@ -405,6 +415,7 @@ impl InputBatch {
         common.seq_lens_cpu_upper_bound.push(seq_len as i32);
         common.is_prefilling.push(u8::from(row.is_prefilling));
         common.req_idx.push(row.req_idx);
+        self.states.push(row.state as i32);
         self.num_actual_reqs = common.num_reqs as usize;
         self.num_actual_tokens = self.token_ids.len();
         self.decodes &= decode_graph_eligible(
@@ -424,6 +435,7 @@ impl InputBatch {
         let known = request.tokens.len();
         self.push(&BatchRow {
             req_idx: request.slot.expect("a scheduled request has a slot"),
+            state: request.state,
             epoch: request.epoch,
             num_computed: request.num_computed,
             tokens: &request.tokens[request.num_computed.min(known)..end.min(known)],
@@ -473,6 +485,7 @@ impl InputBatch {
                 .resize(rows, padding.seq_len);
             common.is_prefilling.resize(rows, 0);
             common.req_idx.resize(rows, 0);
+            self.states.resize(rows, 0);
         }
         Ok(())
     }

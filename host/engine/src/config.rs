@@ -1,14 +1,16 @@
 //! How an engine is set up, and what can be wrong with that.
 
 use timetable_attention::{
-    BuildFault, Grant, MetadataBuilder, graphs::CaptureSizeError, group::GroupError,
-    kernel_block::KernelBlockError, layout::LayoutError, select::SelectError, spec::SpecError,
+    BuildFault, Grant, MetadataBuilder, batch::LocalAttentionError, graphs::CaptureSizeError,
+    group::GroupError, kernel_block::KernelBlockError, layout::LayoutError, select::SelectError,
+    spec::SpecError,
 };
 use timetable_device::cpu::ImplError;
 use timetable_sandbox::{Component, ReloadError, SandboxError, TenantName};
-use timetable_types::{BuildError, BuilderConfig, CudagraphMode, Dtype};
+use timetable_types::{BuildError, BuilderConfig, CudagraphMode, Dtype, Family};
 
 use crate::{
+    attention::AttentionPlan,
     batch::BlockSizeError,
     model::ModelError,
     speculation::SpeculativeConfig,
@@ -78,6 +80,8 @@ pub enum KvCacheDtype {
     Float16,
     /// fp8 of 4 exponent bits, one scale for each tensor.
     Fp8E4m3,
+    /// DeepSeek's form of a latent: fp8 with a scale for each 128 elements, the rotated key in bf16.
+    Fp8DsMla,
 }
 
 impl KvCacheDtype {
@@ -89,6 +93,7 @@ impl KvCacheDtype {
             KvCacheDtype::Bfloat16 => Dtype::Bfloat16,
             KvCacheDtype::Float16 => Dtype::Float16,
             KvCacheDtype::Fp8E4m3 => Dtype::Float8E4m3,
+            KvCacheDtype::Fp8DsMla => Dtype::Uint8,
         }
     }
 
@@ -103,6 +108,7 @@ impl KvCacheDtype {
             KvCacheDtype::Bfloat16 => "bfloat16",
             KvCacheDtype::Float16 => "float16",
             KvCacheDtype::Fp8E4m3 => "fp8_e4m3",
+            KvCacheDtype::Fp8DsMla => "fp8_ds_mla",
         }
     }
 }
@@ -124,8 +130,9 @@ pub struct EngineConfig {
     pub device: DeviceChoice,
     /// Weights and activations.
     pub model_dtype: ModelDtype,
-    /// The backend of every layer, by its name in capitals: FLASH_ATTN or FLASHINFER. An explicit choice never falls back;
-    /// none: the device's first that serves the model.
+    /// The backend of every attention layer (FLASH_ATTN, FLASHINFER, TRITON_ATTN) or of every layer of latent attention
+    /// (FLASHMLA, FLASH_ATTN_MLA, TRITON_MLA), by its name in capitals. An explicit choice never falls back; none: the device's
+    /// first that serves them. A recurrent layer's type decides.
     pub attention_backend: Option<String>,
     /// The CUDA graph mode that is asked for; see [`Engine::cudagraph_mode`](crate::Engine::cudagraph_mode) for what is left
     /// of it.
@@ -211,7 +218,8 @@ impl Default for EngineConfig {
 pub type NativeBuilderFactory =
     Box<dyn Fn(&BuilderConfig) -> Result<Box<dyn MetadataBuilder>, BuildFault> + Send>;
 
-/// Who builds the metadata of every attention group.
+/// Who builds the metadata of attention groups. A component serves the groups of its family; the backend's plain builder the
+/// others.
 pub enum BuilderSource {
     /// The backend's plain builder; a component can be loaded later.
     Plain,
@@ -224,6 +232,86 @@ pub enum BuilderSource {
     },
     /// Native code, not sandboxed and not replaceable; the plain builder stands behind it. For benchmarks and comparison.
     Native(NativeBuilderFactory),
+    /// One for each family; the plain builder serves groups of others.
+    ByFamily(Vec<FamilyBuilder>),
+}
+
+/// Who builds the metadata of one family.
+pub struct FamilyBuilder {
+    /// The family.
+    pub family: Family,
+    /// Not [`BuilderSource::ByFamily`] again: that counts as plain.
+    pub source: BuilderSource,
+    /// Options of the builder's own; none: the engine's, or the tenant's.
+    pub options: Option<Vec<(String, String)>>,
+    /// What it may leave out; none: as the engine's or the tenant's may.
+    pub grant: Option<Grant>,
+}
+
+/// What a group of one family is served by.
+pub(crate) struct OfFamily<'a> {
+    pub source: &'a BuilderSource,
+    pub options: Option<&'a [(String, String)]>,
+    pub grant: Option<Grant>,
+}
+
+impl BuilderSource {
+    pub(crate) fn of_family(&self, family: Family) -> OfFamily<'_> {
+        let whole = |source| OfFamily {
+            source,
+            options: None,
+            grant: None,
+        };
+        match self {
+            BuilderSource::Component { component, .. } if component.family() != family => {
+                whole(&BuilderSource::Plain)
+            }
+            BuilderSource::ByFamily(builders) => builders
+                .iter()
+                .find(|builder| builder.family == family)
+                .map_or(whole(&BuilderSource::Plain), |builder| OfFamily {
+                    source: &builder.source,
+                    options: builder.options.as_deref(),
+                    grant: builder.grant,
+                }),
+            source => whole(source),
+        }
+    }
+
+    /// Does every component have a group to serve?
+    ///
+    /// # Errors
+    /// [`EngineError::NoGroup`]
+    pub(crate) fn check(&self, plan: &AttentionPlan) -> Result<(), EngineError> {
+        let fits = |family: Family, component: &Component| {
+            let wanted = plan.backends();
+            if family == component.family() && wanted.iter().any(|(_, of)| *of == family) {
+                return Ok(());
+            }
+            let wanted = wanted.iter().map(|(backend, family)| {
+                let interface = family.interface();
+                format!("`{interface}` ({backend})")
+            });
+            Err(EngineError::NoGroup {
+                found: component.family(),
+                wanted: wanted.collect::<Vec<_>>().join(", "),
+            })
+        };
+        match self {
+            BuilderSource::Component { component, .. } => fits(component.family(), component),
+            BuilderSource::ByFamily(builders) => {
+                builders
+                    .iter()
+                    .try_for_each(|builder| match &builder.source {
+                        BuilderSource::Component { component, .. } => {
+                            fits(builder.family, component)
+                        }
+                        _ => Ok(()),
+                    })
+            }
+            BuilderSource::Plain | BuilderSource::Native(_) => Ok(()),
+        }
+    }
 }
 
 /// Who builds in each slot.
@@ -265,8 +353,36 @@ pub enum EngineError {
     #[error(transparent)]
     Backend(#[from] SelectError),
     /// The backend's metadata are of no contract that this engine speaks.
-    #[error("backend {0} has no metadata contract here: choose FLASH_ATTN or FLASHINFER")]
+    #[error(
+        "backend {0} has no metadata contract here: choose FLASH_ATTN, FLASHINFER or TRITON_ATTN, or for latent attention FLASHMLA, FLASH_ATTN_MLA or TRITON_MLA"
+    )]
     NoContract(String),
+    /// Layers that the device does not run.
+    #[error("{layer} needs {needs}, and this device runs metadata of {runs}: {remedy}")]
+    DeviceLacks {
+        /// The first of them.
+        layer: String,
+        /// What they need.
+        needs: String,
+        /// Interfaces of the families that it runs.
+        runs: String,
+        /// What would work.
+        remedy: &'static str,
+    },
+    /// A component that no group can use.
+    #[error(
+        "the component is a builder of `{}`, and the model's attention groups need {wanted}; give one of those",
+        .found.interface()
+    )]
+    NoGroup {
+        /// The component's family.
+        found: Family,
+        /// Interfaces, each with its backend.
+        wanted: String,
+    },
+    /// A chunk that blocks do not divide.
+    #[error(transparent)]
+    Chunk(#[from] LocalAttentionError),
     /// A layer's KV cache spec.
     #[error(transparent)]
     Spec(#[from] SpecError),
@@ -354,6 +470,11 @@ impl EngineConfig {
     pub fn num_speculative_tokens(&self) -> usize {
         self.speculative
             .map_or(0, |speculative| speculative.num_speculative_tokens)
+    }
+
+    /// Tokens of one request at most.
+    pub(crate) fn model_len(&self, max_position_embeddings: usize) -> usize {
+        self.max_model_len.unwrap_or(max_position_embeddings)
     }
 
     /// Looks at every number, and at what they mean for each other.

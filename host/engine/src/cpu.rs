@@ -112,9 +112,16 @@ impl CpuExecutor {
         let total = memory::total_bytes();
         let budget = (total as f64 * fraction) as u64;
         let CacheRequest {
-            block_bytes, most, ..
+            block_bytes,
+            states_bytes,
+            most,
+            ..
         } = sizes.cache;
-        let blocks = (budget.saturating_sub(used) / block_bytes).min(most as u64) as usize;
+        let used = used + states_bytes;
+        let left = budget.saturating_sub(used);
+        // Without keys every block is free of cost, if the states fit.
+        let blocks = left.checked_div(block_bytes);
+        let blocks = blocks.unwrap_or(left).min(most as u64) as usize;
         if blocks < 2 {
             return Err(EngineError::NoMemory {
                 fraction,
@@ -255,7 +262,7 @@ impl Executor for CpuExecutor {
             let config = &groups[group];
             Ok(Layer {
                 group,
-                attention: new_impl(plan.family(), layer_config(config, cache_dtype))?,
+                attention: new_impl(plan.family(group), layer_config(config, cache_dtype))?,
                 cache: empty_cache(&config.kv_cache_spec, cache_dtype, 1),
             })
         };
@@ -288,7 +295,8 @@ impl Executor for CpuExecutor {
             CacheSize::Blocks(blocks) => blocks,
             CacheSize::MemoryFraction(fraction) => self.profiled_blocks(&sizes, fraction)?,
         };
-        let bytes = sizes.cache.block_bytes.saturating_mul(blocks as u64);
+        let blocks_bytes = sizes.cache.block_bytes.saturating_mul(blocks as u64);
+        let bytes = blocks_bytes.saturating_add(sizes.cache.states_bytes);
         let total = memory::total_bytes();
         if bytes > total {
             return Err(EngineError::CacheTooLarge {

@@ -192,9 +192,7 @@ impl Engine {
         let limits = SchedulerLimits {
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,
-            max_model_len: config
-                .max_model_len
-                .unwrap_or(sizes.max_position_embeddings),
+            max_model_len: config.model_len(sizes.max_position_embeddings),
             num_speculative_tokens: config.num_speculative_tokens(),
         };
         let shape = BatchShape {
@@ -216,6 +214,7 @@ impl Engine {
             .max_tenant_segments
             .min(executor.max_segments())
             .min(tenants.max_segments());
+        let num_states = plan.num_states(limits.max_num_seqs);
         let blocks_of_one = limits.max_model_len.div_ceil(config.block_size);
         executor.setup(&ExecutorSetup {
             config,
@@ -226,18 +225,22 @@ impl Engine {
             cache: CacheRequest {
                 size: config.cache_size,
                 block_bytes: plan.block_bytes(),
+                states_bytes: plan.state_bytes() * num_states as u64,
                 most: limits.max_num_seqs * blocks_of_one + 1,
             },
+            num_states,
             max_segments,
         })?;
         let acceptance = |group| executor.acceptance(group);
         let builders = builders.into();
+        let groups = (groups, &shape);
         let mut attention = Attention::new(config, plan, groups, sandbox, builders, acceptance)?;
         let infos = attention.builders().map(|(_, info, layers)| (info, layers));
         let startup = Startup::new(config, attention.plan(), infos)?;
         let graphs = graph_plan(config, &startup, &mut attention)?;
         let num_blocks = executor.start(graphs)?;
-        attention.set_num_blocks(num_blocks * (config.block_size / shape.kernel_block_size));
+        let kernel_blocks = num_blocks * (config.block_size / shape.kernel_block_size);
+        attention.set_num_blocks(kernel_blocks, num_states);
         let kv = KvCacheManager::new(
             num_blocks,
             config.block_size,

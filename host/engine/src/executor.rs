@@ -20,7 +20,8 @@ use timetable_attention::{
 };
 use timetable_sandbox::Acceptance;
 use timetable_types::{
-    BuilderConfig, CaptureShape, CudagraphMode, Dtype, LaunchPromise, Metadata, SchedulerConfig,
+    BuilderConfig, CaptureShape, CudagraphMode, Dtype, Family, LaunchPromise, Metadata,
+    SchedulerConfig,
 };
 
 use crate::{
@@ -45,6 +46,10 @@ pub struct DeviceFacts {
     pub flash_attn_version: u32,
     /// In what the layers compute and what attention is handed.
     pub model_dtype: Dtype,
+    /// The families whose metadata it executes.
+    pub families: &'static [Family],
+    /// Does it execute metadata of a step's virtual rows, for chunked attention?
+    pub virtual_batches: bool,
 }
 
 impl DeviceFacts {
@@ -56,6 +61,8 @@ impl DeviceFacts {
             ctas_per_worker: 1,
             flash_attn_version: 0,
             model_dtype: Dtype::Float32,
+            families: &Family::ALL,
+            virtual_batches: true,
         }
     }
 
@@ -80,6 +87,8 @@ impl DeviceFacts {
                 use_mm_prefix: false,
             }),
             model_dtype,
+            families: &[Family::FlashAttn, Family::Flashinfer],
+            virtual_batches: false,
         }
     }
 
@@ -96,6 +105,8 @@ pub struct CacheRequest {
     pub size: CacheSize,
     /// Bytes of one of the manager's blocks, over all layers.
     pub block_bytes: u64,
+    /// Bytes of all states of recurrent layers, which are there beside the blocks.
+    pub states_bytes: u64,
     /// More blocks than these, the null block included, no set of requests can use.
     pub most: usize,
 }
@@ -105,7 +116,7 @@ pub struct CacheRequest {
 pub struct ExecutorSetup<'a> {
     /// The engine's settings.
     pub config: &'a EngineConfig,
-    /// Backend, groups, layout; [`AttentionPlan::group_of`] gives a layer's group.
+    /// Backends, groups, layout; [`AttentionPlan::group_of`] gives a layer's group.
     pub plan: &'a AttentionPlan,
     /// What each attention group's builder is constructed with, in the order of the plan's groups.
     pub groups: &'a [BuilderConfig],
@@ -115,6 +126,8 @@ pub struct ExecutorSetup<'a> {
     pub table_width: usize,
     /// The KV cache that is wanted.
     pub cache: CacheRequest,
+    /// States of each recurrent layer, the null state included; 0 if there is no such layer.
+    pub num_states: usize,
     /// Segments of a step at most.
     pub max_segments: usize,
 }

@@ -41,8 +41,8 @@ pub mod tokenizer;
 
 pub use attention::{AttentionPlan, StepError, backend_name};
 pub use config::{
-    BuilderSource, Builders, CacheSize, DeviceChoice, EngineConfig, EngineError, KvCacheDtype,
-    ModelDtype,
+    BuilderSource, Builders, CacheSize, DeviceChoice, EngineConfig, EngineError, FamilyBuilder,
+    KvCacheDtype, ModelDtype,
 };
 pub use cpu::CpuExecutor;
 pub use engine::Engine;

@@ -42,6 +42,8 @@ pub struct Request {
     pub(crate) arrival: u64,
     /// Index in the table of running requests (`req_idx`); none while waiting.
     pub(crate) slot: Option<u32>,
+    /// Its recurrent state, from 1, whether the model has such or not; 0 while waiting.
+    pub(crate) state: u32,
     /// Changes with each admission, so that a table row knows when its occupant's blocks are others.
     pub(crate) epoch: u64,
     pub(crate) num_preemptions: u32,
@@ -91,6 +93,11 @@ impl Request {
     /// Index in the table of running requests; none while waiting.
     pub fn slot(&self) -> Option<u32> {
         self.slot
+    }
+
+    /// Its recurrent state, where the model has such: unique among running requests, from 1; 0 while waiting.
+    pub fn state(&self) -> u32 {
+        self.state
     }
 
     /// Does the next step compute tokens that were known at admission? The field's `is_prefilling`.

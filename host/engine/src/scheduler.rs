@@ -164,6 +164,9 @@ pub struct Scheduler {
     /// Free indexes in the tables of running requests. One table for each slot: a builder sees its own rows' indexes, which say
     /// nothing of others.
     free_slots: Vec<Vec<u32>>,
+    /// Free recurrent states, one for each row that can run. Whoever starts has computed nothing, so nobody reads what another
+    /// left behind.
+    free_states: Vec<u32>,
     next_arrival: u64,
     next_epoch: u64,
     schedule: Schedule,
@@ -209,6 +212,7 @@ impl Scheduler {
             max_segments,
             running: Vec::with_capacity(rows),
             free_slots: vec![(0..rows as u32).collect(); num_slots(tenants)],
+            free_states: (1..=rows as u32).rev().collect(),
             tenants: tenants.iter().copied().map(Tenant::new).collect(),
             next_arrival: 0,
             next_epoch: 0,
@@ -305,6 +309,7 @@ impl Scheduler {
             tenant: owner.tenant,
             arrival: self.next_arrival,
             slot: None,
+            state: 0,
             epoch: 0,
             num_preemptions: 0,
         };
@@ -651,6 +656,7 @@ impl Scheduler {
         let slot = free.pop().expect("fewer running than slots");
         let request = self.requests[key.index()].as_mut().expect("waiting");
         request.slot = Some(slot);
+        request.state = self.free_states.pop().expect("one for each row");
         request.epoch = self.next_epoch;
         request.num_computed = hit.num_tokens;
         request.prefill_len = request.tokens.len();
@@ -658,7 +664,7 @@ impl Scheduler {
         self.running.push(key);
     }
 
-    /// Gives back the index in the table of running requests; false if the request has none.
+    /// Gives back the index in the table of running requests, and the state; false if the request has none.
     fn leave_running(&mut self, request: &mut Request) -> bool {
         let Some(slot) = request.slot.take() else {
             return false;
@@ -666,6 +672,7 @@ impl Scheduler {
         let tenant = &mut self.tenants[request.tenant.index()];
         tenant.num_running -= 1;
         self.free_slots[tenant.share.slot as usize].push(slot);
+        self.free_states.push(std::mem::take(&mut request.state));
         true
     }
 

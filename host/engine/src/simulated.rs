@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 
 use timetable_attention::VerifyContext;
-use timetable_types::{Dtype, Metadata};
+use timetable_types::{Dtype, Family, Metadata};
 
 use crate::{
     config::{CacheSize, EngineConfig, EngineError},
@@ -106,13 +106,19 @@ impl Executor for SimulatedExecutor {
 
     fn facts(&self, config: &EngineConfig) -> Result<DeviceFacts, EngineError> {
         const MULTIPROCESSORS: u32 = 132;
-        Ok(DeviceFacts::cuda(
+        let facts = DeviceFacts::cuda(
             config,
             (9, 0),
             MULTIPROCESSORS,
             config.model_dtype.named().unwrap_or(Dtype::Bfloat16),
             self.model.head_dim as u32,
-        ))
+        );
+        // Whatever the metadata say, nothing is computed by them.
+        Ok(DeviceFacts {
+            families: &Family::ALL,
+            virtual_batches: true,
+            ..facts
+        })
     }
 
     fn max_segments(&self) -> usize {

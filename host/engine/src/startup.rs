@@ -67,10 +67,7 @@ impl Startup {
             &RunFacts {
                 device: plan.facts().device,
                 batch_invariant: engine.batch_invariant,
-                supports_batch_invariance: &vec![
-                    plan.supports_batch_invariance();
-                    plan.groups().len()
-                ],
+                supports_batch_invariance: plan.supports_batch_invariance(),
                 prefix_caching: engine.enable_prefix_caching,
                 max_num_splits: engine.max_num_splits,
                 dcp_world_size: 1,

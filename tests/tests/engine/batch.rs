@@ -25,6 +25,7 @@ fn shape(block_size: usize, kernel_block_size: usize) -> BatchShape {
 fn row<'a>(num_computed: usize, tokens: &'a [u32], blocks: &'a [u32]) -> BatchRow<'a> {
     BatchRow {
         req_idx: 0,
+        state: 0,
         epoch: 1,
         num_computed,
         tokens,
@@ -206,6 +207,7 @@ proptest! {
                 let tokens = vec![3; num_tokens];
                 batch.push(&BatchRow {
                     req_idx: epoch as u32,
+                    state: 0,
                     epoch: epoch + 1,
                     ..row(num_computed, &tokens, &blocks(epoch, num_computed + num_tokens))
                 });

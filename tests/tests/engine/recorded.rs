@@ -143,6 +143,7 @@ fn build_from_recorded_rows(name: &str) {
             let tokens = vec![0; num_tokens];
             batch.push(&BatchRow {
                 req_idx: step.req_idx.as_ref().map_or(0, |req_idx| req_idx[row]),
+                state: 0,
                 epoch,
                 num_computed: seq_len - num_tokens,
                 tokens: &tokens,

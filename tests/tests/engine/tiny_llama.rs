@@ -54,6 +54,7 @@ fn check_tokens(trace: &trace::Trace, config: &EngineConfig, source: &BuilderSou
 fn sources(family: Family) -> Vec<BuilderSource> {
     let names: &[&str] = match family {
         Family::FlashAttn => &["flash-attn", "flash-attn-fixed-split"],
+        Family::TritonAttn => &["triton-attn"],
         _ => &["flashinfer"],
     };
     let components = names.iter().map(|name| drive::component(name));
@@ -65,7 +66,7 @@ fn the_recorded_engines_tokens_whatever_the_batching() {
     for name in trace::NAMES {
         let trace = trace::load(name);
         let mut runs = 0;
-        for family in [Family::FlashAttn, Family::Flashinfer] {
+        for family in [Family::FlashAttn, Family::Flashinfer, Family::TritonAttn] {
             for source in sources(family) {
                 for (tokens, rows, block_size) in [(64, 8, 32), (512, 12, 16), (37, 5, 8)] {
                     for enable_prefix_caching in [true, false] {

@@ -188,7 +188,7 @@ fn a_gpu_is_planned_for_as_the_rule_book_says() {
         ..EngineConfig::default()
     };
     let hopper = plan(&config, (9, 0), Dtype::Bfloat16).unwrap();
-    assert_eq!(hopper.backend(), "FLASH_ATTN");
+    assert_eq!(hopper.backends()[0].0, "FLASH_ATTN");
     assert_eq!(hopper.capture_sizes(), [1, 2, 4, 8]);
     let group = &hopper.groups()[0];
     let builder = hopper.builder_config(group, &config, &sizes, 40).unwrap();
@@ -205,7 +205,7 @@ fn a_gpu_is_planned_for_as_the_rule_book_says() {
     assert_eq!(hopper.block_bytes(), 16 * 2 * 2 * 128 * 2);
 
     let blackwell = plan(&EngineConfig::default(), (10, 0), Dtype::Bfloat16).unwrap();
-    assert_eq!(blackwell.backend(), "FLASHINFER");
+    assert_eq!(blackwell.backends()[0].0, "FLASHINFER");
     let largest = blackwell.capture_sizes().last().copied();
     assert_eq!(largest, Some(512), "twice the requests");
     // What no kernel of the field does on such a GPU is refused by name.
@@ -221,7 +221,7 @@ fn a_gpu_is_planned_for_as_the_rule_book_says() {
     assert!(error.contains("FP8 KV cache requires"), "{error}");
     // In f32 it is the device's own reference, whatever the capability.
     let exact = plan(&EngineConfig::default(), (8, 0), Dtype::Float32).unwrap();
-    assert_eq!(exact.backend(), "FLASH_ATTN");
+    assert_eq!(exact.backends()[0].0, "FLASH_ATTN");
 
     // The executor on the host refuses what only a GPU runs.
     for (config, expected) in [

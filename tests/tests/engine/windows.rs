@@ -95,6 +95,7 @@ fn layers_with_and_without_a_window_have_groups_of_their_own() {
     for (family, source) in [
         (Family::FlashAttn, drive::component("flash-attn")),
         (Family::Flashinfer, drive::component("flashinfer")),
+        (Family::TritonAttn, drive::component("triton-attn")),
         (Family::FlashAttn, BuilderSource::Plain),
         (Family::Flashinfer, BuilderSource::Plain),
     ] {
@@ -124,7 +125,7 @@ fn two_attention_groups_stand_in_one_kv_cache_group() {
     };
     let model = Windowed::new();
     let plan = AttentionPlan::new(&config, model.config()).unwrap();
-    assert_eq!(plan.backend(), "FLASH_ATTN");
+    assert_eq!(plan.backends(), [("FLASH_ATTN", Family::FlashAttn)]);
     let [full, windowed] = plan.groups() else {
         panic!("{:?}", plan.groups());
     };
@@ -205,14 +206,14 @@ fn start_up_says_which_backend_each_layer_got_and_which_graph_mode_survived() {
 #[test]
 fn an_explicit_choice_that_does_not_fit_is_refused_with_its_reason() {
     let config = EngineConfig {
-        attention_backend: Some("TRITON_ATTN".to_owned()),
+        attention_backend: Some("FLEX_ATTENTION".to_owned()),
         max_model_len: Some(512),
         ..EngineConfig::default()
     };
     let refused = AttentionPlan::new(&config, Windowed::new().config()).unwrap_err();
     assert_eq!(
         refused.to_string(),
-        "Selected backend AttentionBackendEnum.TRITON_ATTN is not valid for this configuration. Reason: ['not run by the CPU \
-         device: choose FLASH_ATTN or FLASHINFER (--attention-backend)']"
+        "Selected backend AttentionBackendEnum.FLEX_ATTENTION is not valid for this configuration. Reason: ['not run by the CPU \
+         device: choose FLASH_ATTN, FLASHINFER or TRITON_ATTN (--attention-backend)']"
     );
 }

@@ -2,6 +2,8 @@
 
 use timetable_types::MambaType;
 
+use crate::group::BackendClass;
+
 /// The field's `MambaAttentionBackendEnum`, without CUSTOM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum MambaBackend {
@@ -47,6 +49,18 @@ impl MambaBackend {
             MambaType::ShortConv => MambaBackend::ShortConv,
             MambaType::Linear => MambaBackend::Linear,
         }
+    }
+
+    /// Its name and class, as grouping has them.
+    pub fn class(self) -> BackendClass {
+        let class = match self {
+            MambaBackend::Mamba1 => "mamba1_attn.Mamba1AttentionBackend",
+            MambaBackend::Mamba2 => "mamba2_attn.Mamba2AttentionBackend",
+            MambaBackend::ShortConv => "short_conv_attn.ShortConvAttentionBackend",
+            MambaBackend::Linear => "linear_attn.LinearAttentionBackend",
+            MambaBackend::GdnAttn => "gdn_attn.GDNAttentionBackend",
+        };
+        BackendClass::new(self.name(), &format!("vllm.v1.attention.backends.{class}"))
     }
 
     /// `is_ssm`: always, so none allows the device's query lengths to differ from the host's.

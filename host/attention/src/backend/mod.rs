@@ -21,7 +21,7 @@ pub(crate) use cpu::priority as cpu_priority;
 
 pub use combination::{FlashAttnQuery, flash_attn_version};
 pub use mamba::MambaBackend;
-pub use names::{Backend, NameError};
+pub use names::{Backend, NameError, family_of};
 pub use registry::{BackendRegistry, Hook, RegisterError, RegisteredBackend};
 pub use rows::row;
 pub use validate::{KV_CACHE_DTYPES, KvCacheDtypeError, check_kv_cache_dtype};

@@ -2,6 +2,10 @@
 
 use std::fmt;
 
+use timetable_types::Family;
+
+use super::MambaBackend;
+
 macro_rules! backends {
     ($($(#[$meta:meta])* $case:ident = $name:literal,)*) => {
         /// A backend that is part of the product. Others are registered under a name of their own.
@@ -90,4 +94,25 @@ impl Backend {
     pub fn from_name(name: &str) -> Option<Backend> {
         Self::ALL.iter().copied().find(|b| b.name() == name)
     }
+
+    /// The family whose metadata its layers read; none where no contract has them.
+    pub const fn family(self) -> Option<Family> {
+        match self {
+            Backend::FlashAttn => Some(Family::FlashAttn),
+            Backend::FlashInfer => Some(Family::Flashinfer),
+            Backend::TritonAttn => Some(Family::TritonAttn),
+            Backend::FlashMla | Backend::FlashAttnMla | Backend::TritonMla => {
+                Some(Family::FlashMla)
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The family whose metadata the layers of the backend called `name` read, recurrent ones included.
+pub fn family_of(name: &str) -> Option<Family> {
+    if MambaBackend::ALL.iter().any(|b| b.name() == name) {
+        return Some(Family::Mamba);
+    }
+    Backend::from_name(name)?.family()
 }

@@ -26,7 +26,8 @@ pub use fast_prefill::{
 };
 pub use invariance::{InvarianceFinding, check_batch_invariance};
 pub use local::{
-    LocalAttentionError, LocalBlockColumns, make_local_attention_virtual_batches, max_virtual_rows,
+    LocalAttentionError, LocalBlockColumns, VirtualRows, make_local_attention_virtual_batches,
+    max_virtual_rows,
 };
 pub use mamba::{NULL_BLOCK_ID, StateColumnError, mamba_get_block_table_tensor};
 pub use mm_prefix::{fill_mm_prefix_query_ranges, retain_ranges_within_window};

@@ -20,6 +20,7 @@ use timetable_sandbox::{
 
 use self::configure::Settings;
 use super::{Control, Submission};
+use crate::commands::builder_name;
 use crate::config::{Effective, Flags};
 
 /// One attention group of the running engine.
@@ -36,6 +37,14 @@ impl Group {
     /// FLASH_ATTN, FLASHINFER, …
     fn backend(&self) -> &str {
         &self.layers.backend.name
+    }
+
+    /// Is its builder given under this name?
+    fn is_of(&self, name: &str) -> bool {
+        let builder = builder_name(self.backend(), self.handle.family());
+        [self.backend(), builder]
+            .iter()
+            .any(|of| of.eq_ignore_ascii_case(name))
     }
 }
 
@@ -186,7 +195,7 @@ impl Host {
 
     /// The groups of a backend, for everybody or for a tenant that has a builder of its own.
     fn groups_of(&self, backend: &str, tenant: Option<&TenantName>) -> Result<Vec<&Group>, String> {
-        let of_backend = |group: &&Group| group.backend().eq_ignore_ascii_case(backend);
+        let of_backend = |group: &&Group| group.is_of(backend);
         let groups: Vec<&Group> = self.groups.iter().filter(of_backend).collect();
         if groups.is_empty() {
             let mut known: Vec<&str> = self.groups.iter().map(Group::backend).collect();
@@ -532,6 +541,8 @@ impl Control for Host {
                 status["layers"] = json!(group.layers.layer_names.len());
                 status["layer_names"] = json!(group.layers.layer_names);
                 status["kv_cache_group"] = json!(group.layers.kv_cache_group_id);
+                status["kind"] = json!(group.layers.spec.kind_name());
+                status["view"] = json!(group.layers.view().to_string());
                 Ok(status)
             })
             .collect::<Result<Vec<Value>, String>>()?;

@@ -26,6 +26,8 @@ pub mod top;
 use std::io::{Read, Write};
 
 use clap::CommandFactory;
+use timetable_engine::backend_name;
+use timetable_types::Family;
 
 use crate::exit::{Exit, Failure};
 
@@ -56,6 +58,15 @@ pub fn print(bytes: &[u8]) -> Result<(), Failure> {
 /// Prints a value as one line of JSON.
 pub fn print_json(value: &serde_json::Value) -> Result<(), Failure> {
     print(format!("{value}\n").as_bytes())
+}
+
+/// The name under which operators give and configure the builder of a group: its backend's, but for recurrent layers, whose types
+/// share one.
+pub fn builder_name(backend: &str, family: Family) -> &str {
+    match family {
+        Family::Mamba => backend_name(family),
+        _ => backend,
+    }
 }
 
 /// The embedded default component of a backend.

@@ -10,17 +10,18 @@ use timetable_engine::model::{LoadOptions, Model, Weights};
 use timetable_engine::tokenizer::Tokenizer;
 use timetable_engine::{
     AttentionPlan, BuilderSource, Builders, CpuExecutor, DeviceChoice, Engine, EngineConfig,
-    EngineError, EngineHandle, Executor, Timeline,
+    EngineError, EngineHandle, Executor, FamilyBuilder, Timeline,
 };
 use timetable_provenance::Fetched;
 use timetable_record::RecorderHandle;
 use timetable_sandbox::{CodeCache, Component, FaultDir, Sandbox, StateDir, TenantName};
 use timetable_server::Bounds;
+use timetable_types::Family;
 
 use crate::admin::{self, Group, Host};
 use crate::cli::{SettingArgs, WeightsArg};
-use crate::commands::embedded;
 use crate::commands::progress::Progress;
+use crate::commands::{builder_name, embedded};
 use crate::config::{Config, Effective, EngineSettings, Flags};
 use crate::device;
 use crate::exit::{Exit, Failure};
@@ -89,7 +90,7 @@ pub fn start(arguments: &Start<'_>) -> Result<Running, Failure> {
             .build_global()
             .map_err(Failure::of(Exit::Failure))?;
     }
-    let mut config = settings.config.engine_config().map_err(|e| bad(&e))?;
+    let config = settings.config.engine_config().map_err(|e| bad(&e))?;
     let sandbox = match &admin.cache_dir {
         Some(path) => {
             let cache = CodeCache::open(path).map_err(|error| bad(&error))?;
@@ -115,14 +116,9 @@ pub fn start(arguments: &Start<'_>) -> Result<Running, Failure> {
         .transpose()
         .map_err(|error| bad(&error))?;
     let trust = provenance::trust(&settings.config.provenance)?;
-    let open = |backend: &str, tenant: Option<&TenantName>| {
-        let (origin, fetched, options) = component(
-            &arguments.flags.settings,
-            settings,
-            backend,
-            tenant,
-            state.as_ref(),
-        )?;
+    let open = |builder: &str, tenant: Option<&TenantName>, wanted: Wanted| {
+        let (origin, fetched, options) =
+            component(settings, builder, tenant, (state.as_ref(), wanted))?;
         let evidence = trust
             .admit(&fetched.component, fetched.signature.as_deref())
             .map_err(|error| bad(&format!("component {origin}: {error}")))?;
@@ -132,10 +128,13 @@ pub fn start(arguments: &Start<'_>) -> Result<Running, Failure> {
         Ok((origin, component, evidence, options))
     };
     // With a backend that was named, its component can be refused before a model is loaded.
-    let opened = config
+    let mut opened = config
         .attention_backend
         .as_deref()
-        .map(|backend| open(backend, None))
+        .map(|backend| {
+            check_names(&arguments.flags.settings, &[backend])?;
+            open(backend, None, Wanted::Configured).map(|found| (backend.to_owned(), found))
+        })
         .transpose()?;
 
     let progress = Progress::start(
@@ -150,32 +149,62 @@ pub fn start(arguments: &Start<'_>) -> Result<Running, Failure> {
     let facts = executor.facts(&config).map_err(|error| refused(&error))?;
     let plan = AttentionPlan::for_device(&config, executor.model_config(), facts)
         .map_err(|error| refused(&error))?;
-    let (origin, component, evidence, options) =
-        opened.map_or_else(|| open(plan.backend(), None), Ok)?;
-    let builder = settings.config.builder(plan.backend());
-    config.grant = builder.grant;
-    config.builder_options = match builder.options.is_empty() {
-        true => options,
-        false => builder.options(),
-    };
-    check_family(&component, &plan)?;
-    let mut evidence = vec![evidence];
+    let needed = needed(&plan);
+    let names: Vec<&str> = needed.iter().map(|(name, _)| name.as_str()).collect();
+    check_names(&arguments.flags.settings, &names)?;
+    let mut evidence = Vec::new();
+    let mut everybodys = Vec::new();
+    for (name, family) in &needed {
+        let found = match opened.take_if(|(backend, _)| backend == name) {
+            Some((_, found)) => found,
+            None => open(name, None, Wanted::Configured)?,
+        };
+        let (origin, component, known, options) = found;
+        check_family(&component, &[(name.clone(), *family)])?;
+        let builder = settings.config.builder(name);
+        evidence.push(known);
+        everybodys.push(FamilyBuilder {
+            family: *family,
+            source: BuilderSource::Component { component, origin },
+            options: Some(match builder.options.is_empty() {
+                true => options,
+                false => builder.options(),
+            }),
+            grant: Some(builder.grant),
+        });
+    }
     let mut own = Vec::new();
-    for tenant in &mut config.tenants {
-        let Some(slot) = &mut tenant.slot else {
+    for tenant in &config.tenants {
+        let Some(slot) = &tenant.slot else {
             continue;
         };
-        let (origin, component, known, options) = open(plan.backend(), Some(&tenant.name))?;
-        check_family(&component, &plan)?;
-        if slot.options.is_empty() {
-            slot.options = options;
+        let mut builders = Vec::new();
+        let mut fits = false;
+        for (name, family) in &needed {
+            let mut found = open(name, Some(&tenant.name), Wanted::Configured)?;
+            // A tenant has one component; groups that it is not for have the embedded one.
+            match found.1.family() == *family {
+                true => fits = true,
+                false if needed.len() == 1 => check_family(&found.1, &needed)?,
+                false => found = open(name, Some(&tenant.name), Wanted::Embedded)?,
+            }
+            let (origin, component, known, options) = found;
+            evidence.push(known);
+            builders.push(FamilyBuilder {
+                family: *family,
+                source: BuilderSource::Component { component, origin },
+                options: (slot.options.is_empty() && !options.is_empty()).then_some(options),
+                grant: None,
+            });
         }
-        evidence.push(known);
-        let source = BuilderSource::Component { component, origin };
-        own.push((tenant.name.clone(), source));
+        if !fits {
+            let (_, component, ..) = open(&needed[0].0, Some(&tenant.name), Wanted::Configured)?;
+            check_family(&component, &needed)?;
+        }
+        own.push((tenant.name.clone(), BuilderSource::ByFamily(builders)));
     }
     progress.next("profiling and sizing the KV cache");
-    let source = BuilderSource::Component { component, origin };
+    let source = BuilderSource::ByFamily(everybodys);
     let mut engine = Engine::with_executor(
         &config,
         plan,
@@ -195,9 +224,10 @@ pub fn start(arguments: &Start<'_>) -> Result<Running, Failure> {
     engine.set_timeline(timeline.clone());
     progress.finish();
 
-    for (handle, _) in engine.group_handles() {
+    for (handle, layers) in engine.group_handles() {
+        let builder = builder_name(&layers.backend.name, handle.family());
         handle
-            .set_policy(builder.policy)
+            .set_policy(settings.config.builder(builder).policy)
             .map_err(Failure::of(Exit::Failure))?;
     }
     let everybodys = engine.group_handles().into_iter();
@@ -279,28 +309,62 @@ fn refused(error: &EngineError) -> Failure {
 /// Where a component came from, its bytes, and the options that it had.
 type Found = (String, Fetched, Vec<(String, String)>);
 
-/// The component that serves: configured, else what was active before, else the embedded one.
-fn component(
-    flags: &SettingArgs,
-    settings: &Effective,
-    backend: &str,
-    tenant: Option<&TenantName>,
-    state: Option<&StateDir>,
-) -> Result<Found, Failure> {
-    for (name, _) in &flags.attention.builder {
-        if !name.eq_ignore_ascii_case(backend) {
+/// Which of the components that there may be.
+#[derive(Clone, Copy, PartialEq)]
+enum Wanted {
+    /// The configured one, else what was active before, else the embedded one.
+    Configured,
+    Embedded,
+}
+
+/// The builders that the plan's groups need, by name, each with its family.
+fn needed(plan: &AttentionPlan) -> Vec<(String, Family)> {
+    let mut needed = Vec::new();
+    for (backend, family) in plan.backends() {
+        let builder = (builder_name(backend, family).to_owned(), family);
+        if !needed.contains(&builder) {
+            needed.push(builder);
+        }
+    }
+    needed
+}
+
+/// Is every `--builder` for a backend that the layers use?
+fn check_names(flags: &SettingArgs, used: &[&str]) -> Result<(), Failure> {
+    let given = flags.attention.builder.iter().map(|(name, _)| name);
+    for name in given {
+        if !used.iter().any(|used| used.eq_ignore_ascii_case(name)) {
+            let used = used.join(" and ");
             return Err(Failure::new(
                 Exit::Usage,
                 format!(
-                    "--builder {name}=…: the layers use {backend}; name that, or choose {name} with --attention-backend"
+                    "--builder {name}=…: the layers use {used}; name that, or choose {name} with --attention-backend"
                 ),
             ));
         }
     }
-    if let Some((origin, fetched)) = settings.config.slot(backend, tenant).fetch()? {
+    Ok(())
+}
+
+/// The component that serves.
+fn component(
+    settings: &Effective,
+    builder: &str,
+    tenant: Option<&TenantName>,
+    (state, wanted): (Option<&StateDir>, Wanted),
+) -> Result<Found, Failure> {
+    let embedded = embedded(builder)?;
+    let built_in = || Fetched {
+        component: embedded.bytes.to_vec(),
+        signature: None,
+    };
+    let origin = format!("embedded {}", embedded.name);
+    if wanted == Wanted::Embedded {
+        return Ok((origin, built_in(), Vec::new()));
+    }
+    if let Some((origin, fetched)) = settings.config.slot(builder, tenant).fetch()? {
         return Ok((origin, fetched, Vec::new()));
     }
-    let embedded = embedded(backend)?;
     if let Some(state) = state
         && let Some(active) = match tenant {
             None => state.active(embedded.family),
@@ -320,25 +384,28 @@ fn component(
         let kept = kept.map_err(Failure::of(Exit::BadInput))?;
         return Ok((active.origin.clone(), kept, active.options.clone()));
     }
-    let built_in = Fetched {
-        component: embedded.bytes.to_vec(),
-        signature: None,
-    };
-    Ok((format!("embedded {}", embedded.name), built_in, Vec::new()))
+    Ok((origin, built_in(), Vec::new()))
 }
 
-/// Does the component make what the backend reads?
-fn check_family(component: &Component, plan: &AttentionPlan) -> Result<(), Failure> {
-    if component.family() == plan.family() {
+/// Does the component make what one of the backends reads?
+fn check_family(component: &Component, needed: &[(String, Family)]) -> Result<(), Failure> {
+    let family = component.family();
+    if needed.iter().any(|(_, needed)| *needed == family) {
         return Ok(());
     }
-    let backend = plan.backend();
+    let wanted: Vec<String> = needed
+        .iter()
+        .map(|(name, family)| {
+            let interface = family.interface();
+            format!("{name} needs one of `{interface}`; give one with --builder {name}=PATH")
+        })
+        .collect();
     Err(Failure::new(
         Exit::BadInput,
         format!(
-            "the component is a builder of `{}`, and {backend} needs one of `{}`; give one with --builder {backend}=PATH",
-            component.family().interface(),
-            plan.family().interface()
+            "the component is a builder of `{}`, and {}",
+            family.interface(),
+            wanted.join("; ")
         ),
     ))
 }

@@ -167,7 +167,7 @@ impl Default for EngineSettings {
             device: DeviceArg::Cpu,
             dtype: DtypeArg::Auto,
             weights: WeightsArg::Auto,
-            attention_backend: "FLASH_ATTN".to_owned(),
+            attention_backend: "auto".to_owned(),
             cudagraph_mode: None,
             cudagraph_capture_sizes: None,
             async_scheduling: None,
@@ -545,6 +545,7 @@ impl Config {
                 KvCacheDtypeArg::Bfloat16 => KvCacheDtype::Bfloat16,
                 KvCacheDtypeArg::Float16 => KvCacheDtype::Float16,
                 KvCacheDtypeArg::Fp8 => KvCacheDtype::Fp8E4m3,
+                KvCacheDtypeArg::Fp8DsMla => KvCacheDtype::Fp8DsMla,
             },
             cache_size: match engine.num_gpu_blocks_override {
                 Some(blocks) => CacheSize::Blocks(blocks),

@@ -94,9 +94,10 @@ impl Parts {
         let groups = setup
             .groups
             .iter()
-            .map(|config| {
+            .enumerate()
+            .map(|(group, config)| {
                 GroupConfig::new(
-                    setup.plan.family(),
+                    setup.plan.family(group),
                     config,
                     element,
                     cache_dtype,

@@ -207,7 +207,7 @@ fn source(
 fn source_origin(source: &BuilderSource) -> &str {
     match source {
         BuilderSource::Component { origin, .. } => origin,
-        BuilderSource::Plain | BuilderSource::Native(_) => "",
+        BuilderSource::Plain | BuilderSource::Native(_) | BuilderSource::ByFamily(_) => "",
     }
 }
 

@@ -30,8 +30,11 @@ pub const ENGINE: &[Setting] = &[
     .flag("--weights"),
     setting(
         "engine.attention_backend",
-        Kind::Text("auto, FLASH_ATTN, FLASHINFER", names::backend),
-        "The attention backend of every layer. A name never falls back to another; auto: the device's first that serves the model.",
+        Kind::Text(
+            "auto, FLASH_ATTN, FLASHINFER, TRITON_ATTN, FLASHMLA, FLASH_ATTN_MLA, TRITON_MLA",
+            names::backend,
+        ),
+        "The backend of every attention layer, or of every layer of latent attention (the last three). A name never falls back to another; auto: the device's first that serves the model. A recurrent layer's type decides.",
         "None.",
     )
     .flag("--attention-backend"),
@@ -107,8 +110,8 @@ pub const ENGINE: &[Setting] = &[
     .flag("--no-enable-prefix-caching"),
     setting(
         "engine.kv_cache_dtype",
-        Kind::OneOf(&["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"]),
-        "Element type of the KV cache. auto: the model's. float16 and fp8 on a GPU only.",
+        Kind::OneOf(&["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_ds_mla"]),
+        "Element type of the KV cache. auto: the model's. float16 and fp8 on a GPU only; fp8_ds_mla for latent attention.",
         "fp8 halves the cache of a 16-bit model, and rounds keys and values to 3 bits of mantissa.",
     )
     .flag("--kv-cache-dtype"),
