@@ -3,11 +3,11 @@
 //!
 //! vLLM `causal_conv1d_fn` and `causal_conv1d_update`.
 
-use super::step::{From, Runs};
-use crate::cpu::{
-    kernel::Work,
-    math::{exp, fma},
+use super::{
+    numbers::{exp, fma},
+    step::{From, Runs},
 };
+use crate::cpu::kernel::Work;
 
 /// One layer's.
 pub(super) struct Conv<'a> {
@@ -32,8 +32,8 @@ pub(super) struct Unit<'a> {
     pub width: usize,
     /// f32 [states, kernel − 1, width]
     pub states: &'a mut [f32],
-    /// f32 [T, width]: a token that is not computed keeps what it has.
-    pub output: &'a mut [f32],
+    /// f64 [T, width]: a token that is not computed keeps what it has.
+    pub output: &'a mut [f64],
     /// Holds the window and the taps.
     pub buffer: &'a mut Vec<f32>,
 }
@@ -67,20 +67,23 @@ impl Work for Unit<'_> {
                 if place.computed {
                     let out = &mut self.output[token * width..][..width];
                     match conv.bias {
-                        Some(bias) => out.copy_from_slice(&bias[self.first..][..width]),
+                        Some(bias) => {
+                            let bias = &bias[self.first..][..width];
+                            out.iter_mut()
+                                .zip(bias)
+                                .for_each(|(out, &b)| *out = b.into());
+                        }
                         None => out.fill(0.0),
                     }
                     let earlier = taps.chunks_exact(width).zip(window.chunks_exact(width));
                     for (taps, x) in earlier.chain([(last_taps, x)]) {
                         for ((out, &tap), &x) in out.iter_mut().zip(taps).zip(x) {
-                            *out = fma::<FMA>(tap, x, *out);
+                            *out = fma::<FMA>(tap.into(), x.into(), *out);
                         }
                     }
                     if conv.silu {
-                        for out in out {
-                            let negative = if *out < -88.0 { 88.0 } else { -*out };
-                            *out /= 1.0 + exp::<FMA>(negative);
-                        }
+                        out.iter_mut()
+                            .for_each(|out| *out /= 1.0 + exp::<FMA>(-*out));
                     }
                 }
                 if size > 0 {

@@ -22,10 +22,10 @@ const SEQUENTIAL_COST: usize = 1 << 18;
 /// What one forward call needs beside its tensors: kept by the calling thread from layer to layer.
 #[derive(Default)]
 struct Scratch {
-    convolved: Vec<f32>,
-    outputs: Vec<f32>,
+    convolved: Vec<f64>,
+    outputs: Vec<f64>,
     projected: Vec<f64>,
-    row: Vec<f32>,
+    row: Vec<f64>,
 }
 
 /// One thread's, from unit to unit.
@@ -43,14 +43,14 @@ thread_local! {
 /// The convolution's outputs: for each unit of channels `[T, width]`.
 #[derive(Clone, Copy)]
 pub(super) struct Convolved<'a> {
-    data: &'a [f32],
+    data: &'a [f64],
     tokens: usize,
 }
 
 impl<'a> Convolved<'a> {
     /// A token's channels of the unit that begins at channel `first`.
     #[inline(always)]
-    pub(super) fn row(&self, first: usize, width: usize, place: &Place) -> &'a [f32] {
+    pub(super) fn row(&self, first: usize, width: usize, place: &Place) -> &'a [f64] {
         &self.data[self.tokens * first + place.token as usize * width..][..width]
     }
 }
@@ -173,7 +173,8 @@ impl MambaImpl {
         for (unit, of_unit) in of_units.chunks(tokens * width).enumerate() {
             let rows = of_unit.chunks_exact(of_unit.len() / tokens);
             for (own, row) in rows.zip(output.chunks_exact_mut(size)) {
-                row[unit * width..][..own.len()].copy_from_slice(own);
+                let row = row[unit * width..].iter_mut();
+                row.zip(own).for_each(|(x, &own)| *x = own as f32);
             }
         }
         SCRATCH.set(scratch);
@@ -223,26 +224,25 @@ impl MambaImpl {
         let bank = &mut states.recurrent;
         match (inputs, &self.config) {
             (MambaInputs::Mamba2(inputs), MambaConfig::Mamba2(config)) => {
-                scan.run(bank, outputs, mamba2::Head::space(config), |unit| {
+                scan.run(bank, outputs, 0, |unit| {
                     unit.carried.run(mamba2::Head {
                         config,
                         inputs,
                         convolved,
                         head: unit.index,
                         output: unit.output,
-                        sums: unit.sums,
                     });
                 });
             }
             (MambaInputs::Gdn(inputs), MambaConfig::Gdn(config)) => {
-                scan.run(bank, outputs, gdn::Head::space(config), |unit| {
+                scan.run(bank, outputs, config.head_v_dim, |unit| {
                     unit.carried.run(gdn::Head {
                         config,
                         inputs,
                         convolved,
                         head: unit.index,
                         output: unit.output,
-                        sums: unit.sums,
+                        delta: unit.space,
                     });
                 });
             }
@@ -251,7 +251,7 @@ impl MambaImpl {
                 projected.resize(step.num_tokens * mamba1::projected_size(config), 0.0);
                 let runs = (CHANNELS, &step.scan);
                 mamba1::project(config, inputs, convolved, runs, row, projected);
-                scan.run(bank, outputs, 2 * CHANNELS, |unit| {
+                scan.run(bank, outputs, CHANNELS, |unit| {
                     let width = unit.output.len() / step.num_tokens;
                     unit.carried.run(mamba1::Channels {
                         config,
@@ -260,18 +260,17 @@ impl MambaImpl {
                         projected,
                         first: unit.index * CHANNELS,
                         output: unit.output,
-                        sums: &mut unit.sums[..2 * width],
+                        delta: &mut unit.space[..width],
                     });
                 });
             }
             (MambaInputs::Linear(inputs), MambaConfig::Linear(config)) => {
-                scan.run(bank, outputs, config.head_dim, |unit| {
+                scan.run(bank, outputs, 0, |unit| {
                     unit.carried.run(linear::Head {
                         config,
                         inputs,
                         head: unit.index,
                         output: unit.output,
-                        sums: unit.sums,
                     });
                 });
             }
@@ -386,10 +385,10 @@ fn name(mamba_type: MambaType) -> &'static str {
 fn each_unit(
     cost: usize,
     (states, of_unit): (&mut [f32], usize),
-    (outputs, of_output): (&mut [f32], usize),
-    f: impl Fn(usize, &mut [f32], &mut [f32], &mut Workspace) + Sync,
+    (outputs, of_output): (&mut [f64], usize),
+    f: impl Fn(usize, &mut [f32], &mut [f64], &mut Workspace) + Sync,
 ) {
-    let one = |(unit, (states, output)): (usize, (&mut [f32], &mut [f32]))| {
+    let one = |(unit, (states, output)): (usize, (&mut [f32], &mut [f64]))| {
         let mut workspace = WORKSPACE.take();
         f(unit, states, output, &mut workspace);
         WORKSPACE.set(workspace);
@@ -409,7 +408,7 @@ fn each_unit(
     }
 }
 
-fn convolve(conv: &Conv<'_>, states: &mut MambaStates, step: &MambaStepMetadata, out: &mut [f32]) {
+fn convolve(conv: &Conv<'_>, states: &mut MambaStates, step: &MambaStepMetadata, out: &mut [f64]) {
     let (tokens, num_states) = (step.num_tokens, states.num_states());
     let Bank {
         rows,
@@ -452,16 +451,16 @@ struct Scan<'a> {
 /// One unit of it.
 struct Unit<'u> {
     index: usize,
-    /// f32 [T, width]
-    output: &'u mut [f32],
-    /// Space to work in.
-    sums: &'u mut [f64],
+    /// f64 [T, width]
+    output: &'u mut [f64],
+    /// What it may work in.
+    space: &'u mut [f64],
     carried: Carried<'u>,
 }
 
 impl Scan<'_> {
     /// Calls `f` with each unit, which has `space` f64 to work in.
-    fn run(&self, bank: &mut Bank, outputs: &mut [f32], space: usize, f: impl Fn(Unit<'_>) + Sync) {
+    fn run(&self, bank: &mut Bank, outputs: &mut [f64], space: usize, f: impl Fn(Unit<'_>) + Sync) {
         let width = bank.segments[0].1;
         each_unit(
             2 * self.runs.places.len() * bank.segments[0].0 * bank.rows,
@@ -470,11 +469,11 @@ impl Scan<'_> {
             |index, states, output, workspace| {
                 let size = states.len() / self.num_states;
                 workspace.state.resize(size + space, 0.0);
-                let (state, sums) = workspace.state.split_at_mut(size);
+                let (state, space) = workspace.state.split_at_mut(size);
                 f(Unit {
                     index,
                     output,
-                    sums,
+                    space,
                     carried: Carried {
                         runs: self.runs,
                         states,

@@ -17,22 +17,15 @@ pub(super) struct Head<'a> {
     pub inputs: &'a GdnInputs<'a>,
     pub convolved: Convolved<'a>,
     pub head: usize,
-    /// f32 [T, head_v_dim]
-    pub output: &'a mut [f32],
-    /// f64 [2, head_v_dim]
-    pub sums: &'a mut [f64],
-}
-
-impl Head<'_> {
-    /// f64 that a head's sums need.
-    pub(super) fn space(config: &GdnConfig) -> usize {
-        2 * config.head_v_dim
-    }
+    /// f64 [T, head_v_dim]
+    pub output: &'a mut [f64],
+    /// f64 [head_v_dim]
+    pub delta: &'a mut [f64],
 }
 
 /// 1 over the length, which is of a vector with √10⁻⁶ beside it.
 #[inline(always)]
-fn inverse_length<const FMA: bool>(x: &[f32]) -> f64 {
+fn inverse_length<const FMA: bool>(x: &[f64]) -> f64 {
     1.0 / (dot::<FMA>(x, x) + 1e-6).sqrt()
 }
 
@@ -63,26 +56,22 @@ impl Recurrence for Head<'_> {
             let beta = 1.0 / (1.0 + (-f64::from(self.inputs.b[gate])).exp());
             let k_scale = inverse_length::<FMA>(k);
             let q_scale = inverse_length::<FMA>(q) / (k_dim as f64).sqrt();
-            let (delta, out) = self.sums.split_at_mut(v_dim);
             // k·S before the decay, then what is to be added along k.
+            let delta = &mut *self.delta;
             delta.fill(0.0);
             for (row, &k) in state.chunks_exact(v_dim).zip(k) {
-                add::<FMA, f64>(delta, f64::from(k) * k_scale, row);
+                add::<FMA>(delta, k * k_scale, row);
             }
             for (delta, &v) in delta.iter_mut().zip(v) {
-                *delta = beta * fma::<FMA>(-decay, *delta, v.into());
+                *delta = beta * fma::<FMA>(-decay, *delta, v);
             }
+            let out = &mut self.output[place.token as usize * v_dim..][..v_dim];
             out.fill(0.0);
             for ((row, &k), &q) in state.chunks_exact_mut(v_dim).zip(k).zip(q) {
-                let k = f64::from(k) * k_scale;
                 for (s, &delta) in row.iter_mut().zip(&*delta) {
-                    *s = fma::<FMA>(k, delta, decay * *s);
+                    *s = fma::<FMA>(k * k_scale, delta, decay * *s);
                 }
-                add::<FMA, f64>(out, f64::from(q) * q_scale, row);
-            }
-            let output = &mut self.output[place.token as usize * v_dim..][..v_dim];
-            for (output, &out) in output.iter_mut().zip(&*out) {
-                *output = out as f32;
+                add::<FMA>(out, q * q_scale, row);
             }
         }
     }

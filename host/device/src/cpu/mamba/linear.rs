@@ -13,10 +13,8 @@ pub(super) struct Head<'a> {
     pub config: &'a LinearConfig,
     pub inputs: &'a LinearInputs<'a>,
     pub head: usize,
-    /// f32 [T, head_dim]
-    pub output: &'a mut [f32],
-    /// f64 [head_dim]
-    pub sums: &'a mut [f64],
+    /// f64 [T, head_dim]
+    pub output: &'a mut [f64],
 }
 
 impl Recurrence for Head<'_> {
@@ -37,16 +35,13 @@ impl Recurrence for Head<'_> {
             } = self.inputs;
             let (q, k) = (&query[first..][..head_dim], &key[first..][..head_dim]);
             let v = &value[first..][..head_dim];
-            self.sums.fill(0.0);
+            let out = &mut self.output[token * head_dim..][..head_dim];
+            out.fill(0.0);
             for ((row, &k), &q) in state.chunks_exact_mut(head_dim).zip(k).zip(q) {
                 for (s, &v) in row.iter_mut().zip(v) {
                     *s = fma::<FMA>(k.into(), v.into(), decay * *s);
                 }
-                add::<FMA, f64>(self.sums, q.into(), row);
-            }
-            let output = &mut self.output[token * head_dim..][..head_dim];
-            for (output, &sum) in output.iter_mut().zip(&*self.sums) {
-                *output = sum as f32;
+                add::<FMA>(out, q.into(), row);
             }
         }
     }

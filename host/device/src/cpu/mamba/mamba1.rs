@@ -6,7 +6,7 @@
 use super::{
     Mamba1Config, Mamba1Inputs,
     execute::Convolved,
-    numbers::{dot, fma, softplus},
+    numbers::{exp, fma, softplus},
     recurrence::Recurrence,
     step::{Place, Runs},
 };
@@ -19,10 +19,10 @@ pub(super) struct Channels<'a> {
     pub projected: &'a [f64],
     /// The first of them.
     pub first: usize,
-    /// f32 [T, width]
-    pub output: &'a mut [f32],
-    /// f64 [2, width]
-    pub sums: &'a mut [f64],
+    /// f64 [T, width]
+    pub output: &'a mut [f64],
+    /// f64 [width]
+    pub delta: &'a mut [f64],
 }
 
 /// What dt comes from, then B, then C, of each token that is scanned. `row`: space for one token's channels.
@@ -31,7 +31,7 @@ pub(super) fn project(
     inputs: &Mamba1Inputs<'_>,
     convolved: Convolved<'_>,
     (unit, runs): (usize, &Runs),
-    row: &mut Vec<f32>,
+    row: &mut Vec<f64>,
     projected: &mut [f64],
 ) {
     let (channels, outputs) = (config.intermediate_size, projected_size(config));
@@ -44,7 +44,8 @@ pub(super) fn project(
         let weights = inputs.x_proj.chunks_exact(channels);
         let own = &mut projected[place.token as usize * outputs..][..outputs];
         for (out, weights) in own.iter_mut().zip(weights) {
-            *out = dot::<false>(weights, row);
+            let products = weights.iter().zip(&*row);
+            *out = products.map(|(&weight, x)| f64::from(weight) * x).sum();
         }
     }
 }
@@ -59,36 +60,34 @@ impl Recurrence for Channels<'_> {
     #[inline(always)]
     fn advance<const FMA: bool>(&mut self, state: &mut [f64], places: &[Place]) {
         let (rank, size) = (self.config.time_step_rank, self.config.state_size);
-        let width = self.sums.len() / 2;
+        let width = self.delta.len();
         for place in places {
             let token = place.token as usize;
             let x = self.convolved.row(self.first, width, place);
             let outputs = rank + 2 * size;
             let own = &self.projected[token * outputs..][..outputs];
             let (dt, b_c) = own.split_at(rank);
-            let (delta, sums) = self.sums.split_at_mut(width);
-            for (channel, delta) in delta.iter_mut().enumerate() {
+            for (channel, delta) in self.delta.iter_mut().enumerate() {
                 let channel = self.first + channel;
                 let weights = &self.inputs.dt_proj[channel * rank..][..rank];
                 let products = weights.iter().zip(dt).map(|(&w, &dt)| f64::from(w) * dt);
                 let bias = f64::from(self.inputs.dt_bias[channel]);
                 *delta = softplus(bias + products.sum::<f64>());
             }
-            sums.fill(0.0);
+            let out = &mut self.output[token * width..][..width];
+            let d = &self.inputs.d[self.first..][..width];
+            for ((out, &d), &x) in out.iter_mut().zip(d).zip(x) {
+                *out = f64::from(d) * x;
+            }
             for (n, h) in state.chunks_exact_mut(width).enumerate() {
                 let (b, c) = (b_c[n], b_c[size + n]);
                 for channel in 0..width {
                     let a = f64::from(self.inputs.a[(self.first + channel) * size + n]);
-                    let decay = (delta[channel] * a).exp();
-                    let new = delta[channel] * b * f64::from(x[channel]);
-                    h[channel] = fma::<FMA>(decay, h[channel], new);
-                    sums[channel] = fma::<FMA>(c, h[channel], sums[channel]);
+                    let delta = self.delta[channel];
+                    let decay = exp::<FMA>(delta * a);
+                    h[channel] = fma::<FMA>(decay, h[channel], delta * b * x[channel]);
+                    out[channel] = fma::<FMA>(c, h[channel], out[channel]);
                 }
-            }
-            let output = &mut self.output[token * width..][..width];
-            for channel in 0..width {
-                let d = f64::from(self.inputs.d[self.first + channel]);
-                output[channel] = fma::<FMA>(d, x[channel].into(), sums[channel]) as f32;
             }
         }
     }

@@ -20,26 +20,19 @@ pub(super) struct Head<'a> {
     pub inputs: &'a Mamba2Inputs<'a>,
     pub convolved: Convolved<'a>,
     pub head: usize,
-    /// f32 [T, head_dim]
-    pub output: &'a mut [f32],
-    /// f64 [TILE, head_dim]
-    pub sums: &'a mut [f64],
+    /// f64 [T, head_dim]
+    pub output: &'a mut [f64],
 }
 
-impl Head<'_> {
-    /// f64 that a head's sums need.
-    pub(super) fn space(config: &Mamba2Config) -> usize {
-        TILE * config.head_dim
-    }
-
-    /// f32 [head_dim]
-    fn x(&self, place: &Place) -> &[f32] {
+impl<'a> Head<'a> {
+    /// f64 [head_dim]
+    fn x(&self, place: &Place) -> &'a [f64] {
         let size = self.config.head_dim;
         self.convolved.row(self.head * size, size, place)
     }
 
-    /// f32 [state_size]: B (0) or C (1).
-    fn shared(&self, which: usize, place: &Place) -> &[f32] {
+    /// f64 [state_size]: B (0) or C (1).
+    fn shared(&self, which: usize, place: &Place) -> &'a [f64] {
         let Mamba2Config {
             num_heads,
             head_dim,
@@ -66,7 +59,7 @@ impl Recurrence for Head<'_> {
     #[inline(always)]
     fn advance<const FMA: bool>(&mut self, state: &mut [f64], places: &[Place]) {
         let size = self.config.head_dim;
-        let (count, a) = (places.len(), f64::from(self.inputs.a[self.head]));
+        let a = f64::from(self.inputs.a[self.head]);
         // Δ of each token, its decay, and the decay from before the tile to behind it.
         let (mut delta, mut decay, mut through) = ([0.0; TILE], [0.0; TILE], [0.0; TILE]);
         let mut whole = 1.0;
@@ -76,12 +69,14 @@ impl Recurrence for Head<'_> {
             whole *= decay[index];
             through[index] = whole;
         }
-        let mut sums = std::mem::take(&mut self.sums);
-        sums[..count * size].fill(0.0);
+        let own = |place: &Place| place.token as usize * size..(place.token as usize + 1) * size;
+        for place in places {
+            self.output[own(place)].fill(0.0);
+        }
         for (n, h) in state.chunks_exact(size).enumerate() {
-            for (index, place) in places.iter().enumerate() {
-                let c = f64::from(self.shared(1, place)[n]) * through[index];
-                add::<FMA, f64>(&mut sums[index * size..][..size], c, h);
+            for (place, through) in places.iter().zip(through) {
+                let c = self.shared(1, place)[n] * through;
+                add::<FMA>(&mut self.output[own(place)], c, h);
             }
         }
         // Of each token so far, Δ and the decay since.
@@ -91,25 +86,22 @@ impl Recurrence for Head<'_> {
                 *weight *= decay[index];
             }
             weight[index] = delta[index];
-            let sums = &mut sums[index * size..][..size];
             let c = self.shared(1, place);
             for (earlier, weight) in places[..=index].iter().zip(weight) {
                 let score = dot::<FMA>(c, self.shared(0, earlier));
-                add::<FMA, f32>(sums, score * weight, self.x(earlier));
+                let x = self.x(earlier);
+                add::<FMA>(&mut self.output[own(place)], score * weight, x);
             }
-            add::<FMA, f32>(sums, self.inputs.d[self.head].into(), self.x(place));
-            let output = &mut self.output[place.token as usize * size..][..size];
-            for (output, &sum) in output.iter_mut().zip(&*sums) {
-                *output = sum as f32;
-            }
+            let d = f64::from(self.inputs.d[self.head]);
+            let x = self.x(place);
+            add::<FMA>(&mut self.output[own(place)], d, x);
         }
         for (n, h) in state.chunks_exact_mut(size).enumerate() {
             h.iter_mut().for_each(|h| *h *= whole);
             for (place, weight) in places.iter().zip(weight) {
-                let b = f64::from(self.shared(0, place)[n]) * weight;
-                add::<FMA, f32>(h, b, self.x(place));
+                let b = self.shared(0, place)[n] * weight;
+                add::<FMA>(h, b, self.x(place));
             }
         }
-        self.sums = std::mem::take(&mut sums);
     }
 }
