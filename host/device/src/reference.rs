@@ -8,6 +8,7 @@
 //! - s_j = scale · (q · k_j), and with a soft cap c: s_j ← c · tanh(s_j / c);
 //! - output = Σ e^(s_j) v_j / Σ e^(s_j), lse = ln Σ e^(s_j); without keys: zeros, −∞.
 
+pub mod latent;
 pub mod mamba;
 
 /// The layer.

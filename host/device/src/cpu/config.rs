@@ -53,6 +53,11 @@ pub enum ImplError {
     /// The field's refusal, in the field's words.
     #[error("fused output quantization is not yet supported for {0}")]
     FusedOutputQuantization(&'static str),
+    /// The field's refusal, in the field's words.
+    #[error(
+        "{0} does not support one of the following: alibi_slopes, sliding_window, logits_soft_cap (latent attention has none of them: leave them out)"
+    )]
+    LatentFeatures(&'static str),
     /// The metadata are another backend's, or not prepared.
     #[error("{impl_name} was given metadata of {found}: prepare this group's metadata first")]
     WrongMetadata {

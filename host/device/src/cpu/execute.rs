@@ -11,14 +11,14 @@ use rayon::prelude::*;
 
 use super::{
     AttentionConfig, KvCache, StepMetadata,
-    kernel::{self, Task, Workspace},
+    kernel::{self, Content, Task, Workspace},
     kv_cache::Storage,
     math::Element,
     step::NONE,
 };
 
 /// Below this many multiply-adds (some tens of microseconds) a second thread costs more than it saves.
-const SEQUENTIAL_COST: u64 = 1 << 20;
+pub(super) const SEQUENTIAL_COST: u64 = 1 << 20;
 /// Output elements that one thread merges at a time.
 const MERGE_GRAIN: usize = 1 << 16;
 
@@ -44,22 +44,35 @@ pub(super) fn execute(
     output: &mut [f32],
     lse: Option<&mut [f32]>,
 ) {
+    let content = Content::key_then_value(config.head_size);
     match &kv_cache.storage {
-        Storage::F32(cache) => Forward {
-            config,
-            step,
-            query,
-            cache,
+        Storage::F32(cache) => {
+            execute_over(config, step, query, cache, content, output, lse);
         }
-        .run(output, lse),
-        Storage::Bf16(cache) => Forward {
-            config,
-            step,
-            query,
-            cache,
+        Storage::Bf16(cache) => {
+            execute_over(config, step, query, cache, content, output, lse);
         }
-        .run(output, lse),
     }
+}
+
+/// As `execute`, over elements that lie as `content` says.
+pub(super) fn execute_over<E: Element>(
+    config: &AttentionConfig,
+    step: &StepMetadata,
+    query: &[f32],
+    cache: &[E],
+    content: Content,
+    output: &mut [f32],
+    lse: Option<&mut [f32]>,
+) {
+    let forward = Forward {
+        config,
+        step,
+        query,
+        cache,
+        content,
+    };
+    forward.run(output, lse);
 }
 
 struct Forward<'a, E> {
@@ -67,6 +80,7 @@ struct Forward<'a, E> {
     step: &'a StepMetadata,
     query: &'a [f32],
     cache: &'a [E],
+    content: Content,
 }
 
 impl<E: Element> Forward<'_, E> {
@@ -75,23 +89,26 @@ impl<E: Element> Forward<'_, E> {
         let leaves = groups * self.config.num_kv_heads;
         let mut scratch = SCRATCH.take();
         let rows = self.partial_row(leaves);
-        let size = self.config.head_size;
+        let size = self.content.value_size;
         if scratch.lse.len() < rows {
             scratch.lse.resize(rows, 0.0);
         }
         if scratch.output.len() < rows * size {
             scratch.output.resize(rows * size, 0.0);
         }
-        let total = self.cost(leaves) * size as u64;
-        let threads = rayon::current_num_threads() as u64;
-        // Eight pieces a thread, so that a slow one can be helped.
-        let grain = match total <= SEQUENTIAL_COST || threads == 1 {
-            true => u64::MAX,
-            false => (self.cost(leaves) / (8 * threads)).max(1),
-        };
-        self.run_leaves(
-            0..leaves,
-            grain,
+        Leaves {
+            cost: &|leaf| self.cost(leaf),
+            row: &|leaf| self.partial_row(leaf),
+            width: size,
+            run: &|leaf, output, lse| {
+                WORKSPACE.with_borrow_mut(|workspace| {
+                    self.run_leaf(leaf, workspace, output, lse);
+                });
+            },
+        }
+        .run(
+            leaves,
+            self.config.head_size as u64,
             &mut scratch.output[..rows * size],
             &mut scratch.lse[..rows],
         );
@@ -138,43 +155,6 @@ impl<E: Element> Forward<'_, E> {
         before * self.rows_per_unit() as u64
     }
 
-    fn run_leaves(&self, leaves: Range<usize>, grain: u64, output: &mut [f32], lse: &mut [f64]) {
-        let cost = self.cost(leaves.end) - self.cost(leaves.start);
-        if leaves.len() <= 1 || cost <= grain {
-            let mut workspace = WORKSPACE.take();
-            let first = self.partial_row(leaves.start);
-            for leaf in leaves {
-                let rows = self.partial_row(leaf) - first..self.partial_row(leaf + 1) - first;
-                let size = self.config.head_size;
-                self.run_leaf(
-                    leaf,
-                    &mut workspace,
-                    &mut output[rows.start * size..rows.end * size],
-                    &mut lse[rows],
-                );
-            }
-            WORKSPACE.set(workspace);
-            return;
-        }
-        let half = self.cost(leaves.start) + cost / 2;
-        let (mut low, mut high) = (leaves.start + 1, leaves.end - 1);
-        while low < high {
-            let middle = low.midpoint(high);
-            if self.cost(middle) < half {
-                low = middle + 1;
-            } else {
-                high = middle;
-            }
-        }
-        let rows = self.partial_row(low) - self.partial_row(leaves.start);
-        let (left, right) = output.split_at_mut(rows * self.config.head_size);
-        let (left_lse, right_lse) = lse.split_at_mut(rows);
-        rayon::join(
-            || self.run_leaves(leaves.start..low, grain, left, left_lse),
-            || self.run_leaves(low..leaves.end, grain, right, right_lse),
-        );
-    }
-
     fn run_leaf(
         &self,
         leaf: usize,
@@ -188,7 +168,7 @@ impl<E: Element> Forward<'_, E> {
         );
         let items = self.step.groups[group] as usize..self.step.groups[group + 1] as usize;
         let per_unit = self.rows_per_unit();
-        let size = self.config.head_size;
+        let size = self.content.value_size;
         let mut first = 0;
         for item in &self.step.items[items] {
             let row = self.step.rows[item.row as usize];
@@ -197,6 +177,7 @@ impl<E: Element> Forward<'_, E> {
             let task = Task {
                 query: self.query,
                 cache: self.cache,
+                content: self.content,
                 pages: &self.step.pages[row.page as usize..],
                 config: self.config,
                 token: row.token as usize,
@@ -218,7 +199,7 @@ impl<E: Element> Forward<'_, E> {
     }
 
     fn merge(&self, scratch: &Scratch, output: &mut [f32], lse: Option<&mut [f32]>) {
-        let width = self.config.num_heads * self.config.head_size;
+        let width = self.config.num_heads * self.content.value_size;
         let tokens = self.step.num_actual_tokens;
         if tokens == 0 {
             return;
@@ -255,7 +236,7 @@ impl<E: Element> Forward<'_, E> {
         mut lse: Option<&mut [f32]>,
     ) {
         let step = self.step;
-        let size = self.config.head_size;
+        let size = self.content.value_size;
         let group_size = self.heads_per_kv_head();
         let row_index = step.token_rows.get(token).copied().unwrap_or(NONE);
         for (head, output) in output.chunks_mut(size).enumerate() {
@@ -297,6 +278,66 @@ impl<E: Element> Forward<'_, E> {
         let in_group = step.item_units[item as usize] - step.group_units[group];
         let leaf = group * self.config.num_kv_heads + kv_head;
         Some(self.partial_row(leaf) + in_group * per_unit + (packed - q0))
+    }
+}
+
+/// Leaves of work, each with rows of its own in a buffer, one leaf's behind the other's.
+pub(super) struct Leaves<'a> {
+    /// Of all leaves before one.
+    pub cost: &'a (dyn Fn(usize) -> u64 + Sync),
+    /// Rows of all leaves before one.
+    pub row: &'a (dyn Fn(usize) -> usize + Sync),
+    /// Elements of a row.
+    pub width: usize,
+    /// Runs one leaf: its rows `f32 [rows, width]`, and a number for each.
+    pub run: &'a (dyn Fn(usize, &mut [f32], &mut [f64]) + Sync),
+}
+
+impl Leaves<'_> {
+    /// Runs leaves [0, count). `scale`: multiply-adds per unit of cost.
+    pub fn run(&self, count: usize, scale: u64, output: &mut [f32], lse: &mut [f64]) {
+        let total = (self.cost)(count);
+        let threads = rayon::current_num_threads() as u64;
+        // Eight pieces a thread, so that a slow one can be helped.
+        let grain = match total.saturating_mul(scale) <= SEQUENTIAL_COST || threads == 1 {
+            true => u64::MAX,
+            false => (total / (8 * threads)).max(1),
+        };
+        self.run_range(0..count, grain, output, lse);
+    }
+
+    fn run_range(&self, leaves: Range<usize>, grain: u64, output: &mut [f32], lse: &mut [f64]) {
+        let (cost_of, row_of) = (self.cost, self.row);
+        let cost = cost_of(leaves.end) - cost_of(leaves.start);
+        let first = row_of(leaves.start);
+        if leaves.len() <= 1 || cost <= grain {
+            for leaf in leaves {
+                let rows = row_of(leaf) - first..row_of(leaf + 1) - first;
+                (self.run)(
+                    leaf,
+                    &mut output[rows.start * self.width..rows.end * self.width],
+                    &mut lse[rows],
+                );
+            }
+            return;
+        }
+        let half = cost_of(leaves.start) + cost / 2;
+        let (mut low, mut high) = (leaves.start + 1, leaves.end - 1);
+        while low < high {
+            let middle = low.midpoint(high);
+            if cost_of(middle) < half {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        let rows = row_of(low) - first;
+        let (left, right) = output.split_at_mut(rows * self.width);
+        let (left_lse, right_lse) = lse.split_at_mut(rows);
+        rayon::join(
+            || self.run_range(leaves.start..low, grain, left, left_lse),
+            || self.run_range(low..leaves.end, grain, right, right_lse),
+        );
     }
 }
 

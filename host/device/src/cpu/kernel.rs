@@ -11,12 +11,14 @@
 
 mod dot;
 mod lanes;
+mod project;
 mod simd;
 #[cfg(test)]
 mod tests;
 
 use std::{ops::Range, sync::OnceLock};
 
+pub(super) use project::{Projection, combine, project};
 pub(super) use simd::Simd;
 
 use super::{
@@ -33,12 +35,40 @@ const DOT_ROWS: usize = 4;
 /// Lanes that the rows of a tile are padded to.
 const LANES: usize = 16;
 
+/// How a token's key and value of one KV head lie in a cache, in its elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Content {
+    /// From one token of a block to the next.
+    pub stride: usize,
+    /// Elements of a value, unpacked.
+    pub value_size: usize,
+    /// Where the value begins, unpacked and counted from its key.
+    pub value_start: usize,
+}
+
+impl Content {
+    /// A key, then a value of the same size: a paged KV cache.
+    pub(super) fn key_then_value(head_size: usize) -> Self {
+        Content {
+            stride: 2 * head_size,
+            value_size: head_size,
+            value_start: head_size,
+        }
+    }
+
+    /// Elements of a token, unpacked.
+    fn width(&self, key_size: usize) -> usize {
+        key_size.max(self.value_start + self.value_size)
+    }
+}
+
 /// One tile's inputs. `pages` holds all keys of the request, and `cache` all of `pages`.
 pub(super) struct Task<'a, E> {
     /// f32 [T, num_heads, head_size]
     pub query: &'a [f32],
-    /// [num_blocks, num_kv_heads, block_size, 2 * head_size]
+    /// [num_blocks, num_kv_heads, block_size, content.stride]
     pub cache: &'a [E],
+    pub content: Content,
     /// The request's pages.
     pub pages: &'a [i32],
     pub config: &'a AttentionConfig,
@@ -71,14 +101,13 @@ impl<E> Task<'_, E> {
         first as usize..after.max(first) as usize
     }
 
-    /// Index of the key of position `key` in the cache; its value follows it.
+    /// Index of the key of position `key` in the cache.
     fn offset(&self, key: usize) -> usize {
         let config = self.config;
         let block = self.pages[key / config.block_size] as usize;
         let state = key % config.block_size;
         ((block * config.num_kv_heads + self.kv_head) * config.block_size + state)
-            * 2
-            * config.head_size
+            * self.content.stride
     }
 
     fn query_row(&self, packed: usize) -> &[f32] {
@@ -98,9 +127,9 @@ pub(super) struct Workspace {
     query: Vec<f32>,
     /// Dot form: [rows, BLOCK]. Lane form: [BLOCK, lanes].
     scores: Vec<f32>,
-    /// Unnormalised output, f64 [rows, head_size].
+    /// Unnormalised output, f64 [rows, value_size].
     sums: Vec<f64>,
-    /// Lane form: a block's keys, then its values, widened, where the cache is not f32.
+    /// Lane form: a block's keys and values, widened, where the cache is not f32.
     staged: Vec<f32>,
     rows: Rows,
 }
@@ -209,7 +238,7 @@ fn on_avx512<W: Work>(work: W) {
     work.run::<true>();
 }
 
-/// Attention of packed query rows `packed` of the task's request: normalised output f32 [rows, head_size], zeros for a row
+/// Attention of packed query rows `packed` of the task's request: normalised output f32 [rows, value_size], zeros for a row
 /// that sees no key of `task.keys`, and log-sum-exp f64 [rows], −∞ for such a row.
 pub(super) fn attend<E: Element>(
     task: &Task<'_, E>,
@@ -280,7 +309,7 @@ fn attend_on<E: Element, S: Simd, const FMA: bool, const WIDE: usize>(
     output: &mut [f32],
     lse: &mut [f64],
 ) {
-    let size = task.config.head_size;
+    let size = task.content.value_size;
     let mut done = 0;
     while done < packed.len() {
         let first = packed.start + done;
@@ -288,7 +317,7 @@ fn attend_on<E: Element, S: Simd, const FMA: bool, const WIDE: usize>(
         let output = &mut output[done * size..(done + rows) * size];
         let lse = &mut lse[done..done + rows];
         match rows {
-            _ if task.config.batch_invariant => {
+            _ if task.config.batch_invariant || !E::IN_PLACE => {
                 lanes::lane_form::<E, S, FMA, WIDE>(task, first, rows, workspace, output, lse);
             }
             1 => dot::dot_form::<E, S, FMA, WIDE, 1>(task, first, workspace, output, lse),
@@ -312,7 +341,7 @@ fn begin<E>(
     sums: &mut Vec<f64>,
 ) -> Range<usize> {
     sums.clear();
-    sums.resize(padded * task.config.head_size, 0.0);
+    sums.resize(padded * task.content.value_size, 0.0);
     let (mut start, mut end) = (usize::MAX, 0);
     for row in 0..padded {
         let visible = if row < count {
@@ -369,7 +398,7 @@ fn blocks(origin: usize, visible: Range<usize>) -> impl Iterator<Item = (usize, 
 fn offsets<E>(task: &Task<'_, E>, base: usize, block: &Range<usize>) -> [usize; BLOCK] {
     let mut offsets = [0; BLOCK];
     let block_size = task.config.block_size;
-    let stride = 2 * task.config.head_size;
+    let stride = task.content.stride;
     let mut next = block.start;
     while next < block.end {
         let key = base + next;

@@ -14,12 +14,21 @@ pub(super) type AsF32<E> = for<'a> fn(&'a [E]) -> &'a [f32];
 pub(super) trait Element: Copy + Send + Sync + 'static {
     /// A slice of these as f32, where that is what they are.
     const AS_F32: Option<AsF32<Self>>;
+    /// Are single elements numbers? Else only a token's content as a whole is.
+    const IN_PLACE: bool = true;
     /// Exact.
     fn widen(self) -> f32;
     /// Sixteen, widened.
     fn load<S: Simd>(from: &[Self; 16]) -> S::Vector;
     /// To nearest, ties to even.
     fn narrow(x: f32) -> Self;
+    /// The numbers of a token's content.
+    #[inline(always)]
+    fn unpack(content: &[Self], to: &mut [f32]) {
+        for (to, from) in to.iter_mut().zip(content) {
+            *to = from.widen();
+        }
+    }
 }
 
 impl Element for f32 {

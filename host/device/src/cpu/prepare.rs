@@ -10,7 +10,7 @@ use super::{
 };
 
 /// Tokens of one query tile where the metadata names none. It divides work among threads; no result depends on it.
-const TILE_TOKENS: u32 = 32;
+pub(super) const TILE_TOKENS: u32 = 32;
 
 pub(super) fn flash_attn(
     step: &mut StepMetadata,
@@ -114,7 +114,7 @@ struct Call<'m> {
 
 /// Into how many parts a row's pages are divided.
 #[derive(Clone, Copy)]
-enum Splits<'m> {
+pub(super) enum Splits<'m> {
     Alike(u32),
     OfRows(&'m [i32]),
 }
@@ -197,7 +197,11 @@ fn append_rows(
 }
 
 /// (splits that have keys, pages of a split) of a row with `pages` pages of keys.
-fn splits_of(splits: Splits<'_>, row: usize, pages: u32) -> Result<(u32, u32), PrepareError> {
+pub(super) fn splits_of(
+    splits: Splits<'_>,
+    row: usize,
+    pages: u32,
+) -> Result<(u32, u32), PrepareError> {
     let count = match splits {
         Splits::Alike(splits) => i64::from(splits),
         Splits::OfRows(splits) => splits.get(row).copied().map(i64::from).ok_or_else(|| {
@@ -215,7 +219,7 @@ fn splits_of(splits: Splits<'_>, row: usize, pages: u32) -> Result<(u32, u32), P
     Ok((pages.div_ceil(pages_per_split), pages_per_split))
 }
 
-fn append_items(
+pub(super) fn append_items(
     step: &mut StepMetadata,
     splits: Splits<'_>,
     row: usize,
@@ -532,7 +536,7 @@ fn append_plan_rows(
 }
 
 /// Gives the tokens [start, end) to the row about to be pushed, at most `max` of them. Its query length.
-fn append_row(
+pub(super) fn append_row(
     step: &mut StepMetadata,
     field: &'static str,
     (start, end): (i32, i32),
@@ -552,7 +556,10 @@ fn append_row(
     Ok(q_len as u32)
 }
 
-fn append_checked_pages(step: &mut StepMetadata, pages: &[i32]) -> Result<(), PrepareError> {
+pub(super) fn append_checked_pages(
+    step: &mut StepMetadata,
+    pages: &[i32],
+) -> Result<(), PrepareError> {
     let first = step.pages.len();
     step.pages.extend_from_slice(pages);
     check_pages(step, first)
@@ -561,13 +568,18 @@ fn append_checked_pages(step: &mut StepMetadata, pages: &[i32]) -> Result<(), Pr
 /// Notes the largest block id from `first` on.
 fn check_pages(step: &mut StepMetadata, first: usize) -> Result<(), PrepareError> {
     for &page in &step.pages[first..] {
-        let block = usize::try_from(page)
-            .map_err(|_| inconsistent("block_table", format!("block id {page}")))?;
-        step.num_blocks_used = step.num_blocks_used.max(block + 1);
+        check_page(page, &mut step.num_blocks_used)?;
     }
     Ok(())
 }
 
-fn length(field: &'static str, row: usize, value: i32) -> Result<u32, PrepareError> {
+pub(super) fn check_page(page: i32, num_blocks_used: &mut usize) -> Result<(), PrepareError> {
+    let block = usize::try_from(page)
+        .map_err(|_| inconsistent("block_table", format!("block id {page}")))?;
+    *num_blocks_used = (*num_blocks_used).max(block + 1);
+    Ok(())
+}
+
+pub(super) fn length(field: &'static str, row: usize, value: i32) -> Result<u32, PrepareError> {
     u32::try_from(value).map_err(|_| inconsistent(field, format!("{value} in row {row}")))
 }

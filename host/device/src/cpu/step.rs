@@ -171,7 +171,7 @@ impl StepMetadata {
         splits.max().unwrap_or(1).max(1)
     }
 
-    fn clear(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.family = None;
         self.num_actual_tokens = 0;
         self.num_blocks_used = 0;
@@ -192,7 +192,7 @@ impl StepMetadata {
         self.token_rows.clear();
     }
 
-    fn sum_groups(&mut self) {
+    pub(super) fn sum_groups(&mut self) {
         let (mut units, mut cost) = (0usize, 0u64);
         self.group_units.push(0);
         self.group_cost.push(0);

@@ -15,7 +15,7 @@ pub(super) fn dot_form<E: Element, S: Simd, const FMA: bool, const WIDE: usize, 
     output: &mut [f32],
     lse: &mut [f64],
 ) {
-    let size = task.config.head_size;
+    let (size, content) = (task.config.head_size, task.content);
     let Workspace {
         query,
         scores,
@@ -48,7 +48,7 @@ pub(super) fn dot_form<E: Element, S: Simd, const FMA: bool, const WIDE: usize, 
             if let Some((base, block)) = &ahead
                 && block.contains(&key)
             {
-                S::prefetch(&task.cache[task.offset(base + key)..][..2 * size]);
+                S::prefetch(&task.cache[task.offset(base + key)..][..content.stride]);
             }
             let dots = dot::<E, S, R>(&query, &task.cache[offsets[key]..][..size]);
             for row in 0..R {
@@ -91,8 +91,8 @@ pub(super) fn dot_form<E: Element, S: Simd, const FMA: bool, const WIDE: usize, 
             &Values {
                 elements: task.cache,
                 offsets: &offsets,
-                shift: size,
-                size,
+                shift: content.value_start,
+                size: content.value_size,
                 block,
             },
             scores,
@@ -101,7 +101,7 @@ pub(super) fn dot_form<E: Element, S: Simd, const FMA: bool, const WIDE: usize, 
             sums,
         );
     }
-    finish(size, rows, sums, output, lse);
+    finish(content.value_size, rows, sums, output, lse);
 }
 
 /// q·k of R query rows (each padded with zeros to whole chunks) and one key.

@@ -18,7 +18,8 @@ pub(super) fn lane_form<E: Element, S: Simd, const FMA: bool, const WIDE: usize>
     output: &mut [f32],
     lse: &mut [f64],
 ) {
-    let size = task.config.head_size;
+    let (size, content) = (task.config.head_size, task.content);
+    let width = content.width(size);
     let padded = count.next_multiple_of(LANES);
     let Workspace {
         query,
@@ -33,7 +34,7 @@ pub(super) fn lane_form<E: Element, S: Simd, const FMA: bool, const WIDE: usize>
     scores.resize(BLOCK * padded, 0.0);
     let cap = task.config.logits_soft_cap.map(|cap| (cap, 1.0 / cap));
     if E::AS_F32.is_none() {
-        staged.resize(BLOCK * 2 * size, 0.0);
+        staged.resize(BLOCK * width, 0.0);
     }
 
     for (base, block) in blocks(task.keys.start, visible) {
@@ -42,11 +43,9 @@ pub(super) fn lane_form<E: Element, S: Simd, const FMA: bool, const WIDE: usize>
             Some(as_f32) => as_f32(task.cache),
             None => {
                 for key in block.clone() {
-                    let content = &task.cache[offsets[key]..][..2 * size];
-                    for (to, from) in staged[key * 2 * size..].iter_mut().zip(content) {
-                        *to = from.widen();
-                    }
-                    offsets[key] = key * 2 * size;
+                    let packed = &task.cache[offsets[key]..][..content.stride];
+                    E::unpack(packed, &mut staged[key * width..][..width]);
+                    offsets[key] = key * width;
                 }
                 &staged[..]
             }
@@ -79,8 +78,8 @@ pub(super) fn lane_form<E: Element, S: Simd, const FMA: bool, const WIDE: usize>
         let values = Values {
             elements,
             offsets: &offsets,
-            shift: size,
-            size,
+            shift: content.value_start,
+            size: content.value_size,
             block,
         };
         for row in (0..padded).step_by(4) {
@@ -89,11 +88,11 @@ pub(super) fn lane_form<E: Element, S: Simd, const FMA: bool, const WIDE: usize>
                 &scores[row..],
                 (1, padded),
                 &rows.shrink[row..row + 4],
-                &mut sums[row * size..],
+                &mut sums[row * content.value_size..],
             );
         }
     }
-    finish(size, rows, sums, output, lse);
+    finish(content.value_size, rows, sums, output, lse);
 }
 
 /// Query rows as lane blocks: [head_size, WIDE] for every WIDE rows, then [head_size, LANES] for the rest. Rows from

@@ -78,6 +78,7 @@ fn all_builds_agree() {
                         Task {
                             query: &query,
                             cache: $cache,
+                            content: Content::key_then_value(head_size),
                             pages: &pages,
                             config: &config,
                             token: 0,

@@ -3,6 +3,17 @@
 //!
 //! Names and shapes: vLLM `MLACommonImpl` (`vllm/model_executor/layers/attention/mla_attention.py`) @0.32/0.33.
 
+mod cache;
+mod fp8;
+mod layer;
+mod prefill;
+mod prepare;
+mod step;
+
+pub use cache::{LatentCache, LatentDtype};
+pub use layer::{MlaAttentionImpl, MlaConfig, MlaImpl};
+pub use step::MlaStepMetadata;
+
 /// The sizes of a latent attention layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LatentSizes {
