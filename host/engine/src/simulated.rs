@@ -14,7 +14,7 @@ use crate::{
         DeviceFacts, Executor, ExecutorSetup, GraphPlan, SegmentPlace, Step, StepFailure,
         StepResults, Unprepared,
     },
-    model::{Architecture, ModelConfig, RopeConfig, RopeScaling, RopeStyle},
+    model::{Architecture, ModelConfig, RopeConfig, RopeScaling, RopeStyle, Traits},
 };
 
 /// What a step costs on the simulated device.
@@ -71,6 +71,7 @@ pub fn simulated_model() -> ModelConfig {
         sliding_window: None,
         first_window_layer: 0,
         mixers: Vec::new(),
+        traits: Traits::default(),
         eos_token_ids: Vec::new(),
         bos_token_id: None,
     }

@@ -14,6 +14,16 @@ pub enum CudaStartError {
     /// The model's file.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// A family whose layers the device does not run.
+    #[error(
+        "the model is of the family {architecture}, which needs {lacks}: the CUDA device has no kernels for them yet; run it on the CPU device (--device cpu)"
+    )]
+    Family {
+        /// Its name.
+        architecture: String,
+        /// What its layers need.
+        lacks: &'static str,
+    },
     /// A width that kernels cannot move in vectors.
     #[error(
         "{what} is {width}: the CUDA device takes multiples of {multiple} in {element}; choose another model, or run on the CPU device"

@@ -5,7 +5,7 @@
 
 use crate::model::{
     ModelConfig, ModelError,
-    layout::{DecoderLayout, Vector},
+    layout::{DecoderLayout, LayerLayout, Vector},
     linear::Part,
     weights::Checkpoint,
 };
@@ -113,20 +113,23 @@ impl WeightSpans {
         let table =
             |at: &mut Cursor, part: &Part| at.projection(hidden, std::slice::from_ref(part));
         let embedding = table(&mut at, &layout.embedding);
+        // The caller has refused models with other layers.
         let layers = layout
             .layers
             .iter()
+            .filter_map(LayerLayout::llama)
             .map(|layer| LayerSpans {
                 attention_norm: at.take(layer.attention_norm.len),
-                qkv: at.projection(hidden, &layer.qkv),
+                qkv: at.projection(hidden, &layer.attention.qkv),
                 head_norms: layer
+                    .attention
                     .head_norms
                     .as_ref()
                     .map(|(q, k)| (at.take(q.len), at.take(k.len))),
-                output: at.projection(config.q_size(), &layer.output),
+                output: at.projection(config.q_size(), &layer.attention.output),
                 feed_forward_norm: at.take(layer.feed_forward_norm.len),
-                gate_up: at.projection(hidden, &layer.gate_up),
-                down: at.projection(config.intermediate_size, &layer.down),
+                gate_up: at.projection(hidden, &layer.feed_forward.gate_up),
+                down: at.projection(config.intermediate_size, &layer.feed_forward.down),
             })
             .collect();
         let final_norm = at.take(layout.final_norm.len);
@@ -162,17 +165,19 @@ impl WeightSpans {
         let one = std::slice::from_ref;
         let hidden = self.head.k;
         loader.matrices(self.embedding, hidden, one(&layout.embedding))?;
-        for (spans, layer) in self.layers.iter().zip(&layout.layers) {
-            loader.vector(spans.attention_norm, &layer.attention_norm)?;
-            loader.projection(&spans.qkv, &layer.qkv)?;
-            if let (Some((q, k)), Some(norms)) = (spans.head_norms, &layer.head_norms) {
+        let layers = layout.layers.iter().filter_map(LayerLayout::llama);
+        for (spans, layer) in self.layers.iter().zip(layers) {
+            let attention = layer.attention;
+            loader.vector(spans.attention_norm, layer.attention_norm)?;
+            loader.projection(&spans.qkv, &attention.qkv)?;
+            if let (Some((q, k)), Some(norms)) = (spans.head_norms, &attention.head_norms) {
                 loader.vector(q, &norms.0)?;
                 loader.vector(k, &norms.1)?;
             }
-            loader.projection(&spans.output, &layer.output)?;
-            loader.vector(spans.feed_forward_norm, &layer.feed_forward_norm)?;
-            loader.projection(&spans.gate_up, &layer.gate_up)?;
-            loader.projection(&spans.down, &layer.down)?;
+            loader.projection(&spans.output, &attention.output)?;
+            loader.vector(spans.feed_forward_norm, layer.feed_forward_norm)?;
+            loader.projection(&spans.gate_up, &layer.feed_forward.gate_up)?;
+            loader.projection(&spans.down, &layer.feed_forward.down)?;
         }
         loader.vector(self.final_norm, &layout.final_norm)?;
         if let Some(head) = &layout.head {

@@ -78,6 +78,12 @@ impl Weights {
             checkpoint,
             layout,
         } = Opened::open(path)?;
+        if let Some(lacks) = config.architecture.beyond_llama() {
+            return Err(CudaStartError::Family {
+                architecture: format!("{:?}", config.architecture),
+                lacks,
+            });
+        }
         let element = dtype.unwrap_or(Element::Bf16);
         check_widths(&config, element)?;
         let rope = rope(&config, &*checkpoint, &layout)?;

@@ -3,13 +3,15 @@
 //! Knows no weights. Every number is range-checked here, so that later arithmetic on sizes cannot overflow.
 
 use super::error::ModelError;
+use super::families;
 use super::gguf::GgufFile;
+use super::traits::{HeadNorm, Traits};
 use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
 use timetable_device::cpu::{mamba::MambaConfig, mla::LatentSizes};
 
-/// The families that the decoder in `llama.rs` computes.
+/// The families that the decoder computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Architecture {
     /// Llama, SmolLM, and Mistral in GGUF files.
@@ -20,11 +22,45 @@ pub enum Architecture {
     Qwen2,
     /// Llama with a norm over each query and key head.
     Qwen3,
+    /// Latent attention, and experts from some layer on.
+    DeepseekV2,
+    /// Mamba2 and attention.
+    Bamba,
+    /// Gated delta net and gated attention, experts.
+    Qwen3Next,
+    /// Sliding windows and full attention, with different rotations; the text model.
+    Gemma3,
+    /// Chunks and full attention without rotation, experts; the text model.
+    Llama4,
 }
 
 impl Architecture {
     /// The names accepted in model files, for messages.
-    pub const NAMES: &'static str = "llama, mistral, qwen2, qwen3";
+    pub const NAMES: &'static str = "llama, mistral, qwen2, qwen3, and from a Hugging Face directory deepseek_v2, bamba, qwen3_next, gemma3_text, llama4_text";
+
+    /// By GGUF's name.
+    fn of_gguf(name: &str, path: &Path) -> Result<Self, ModelError> {
+        match name {
+            "deepseek2" | "bamba" | "qwen3next" | "gemma3" | "llama4" => Err(unsupported(
+                path,
+                format!("'{name}' in a GGUF file"),
+                "use the model's Hugging Face directory (config.json, safetensors)",
+            )),
+            name => Self::parse(name, path),
+        }
+    }
+
+    /// What the layers need that a device for Llama's lacks.
+    pub(crate) fn beyond_llama(self) -> Option<&'static str> {
+        match self {
+            Self::Llama | Self::Mistral | Self::Qwen2 | Self::Qwen3 => None,
+            Self::DeepseekV2 => Some("latent attention (MLA) and experts"),
+            Self::Bamba => Some("Mamba2 layers"),
+            Self::Qwen3Next => Some("gated delta net layers and experts"),
+            Self::Gemma3 => Some("norms after each layer and rotations that differ by layer"),
+            Self::Llama4 => Some("chunked attention and experts"),
+        }
+    }
 
     fn parse(name: &str, path: &Path) -> Result<Self, ModelError> {
         match name {
@@ -32,6 +68,16 @@ impl Architecture {
             "mistral" => Ok(Self::Mistral),
             "qwen2" => Ok(Self::Qwen2),
             "qwen3" => Ok(Self::Qwen3),
+            "deepseek_v2" => Ok(Self::DeepseekV2),
+            "bamba" => Ok(Self::Bamba),
+            "qwen3_next" => Ok(Self::Qwen3Next),
+            "gemma3_text" => Ok(Self::Gemma3),
+            "llama4_text" => Ok(Self::Llama4),
+            "gemma3" | "llama4" => Err(unsupported(
+                path,
+                format!("the model '{name}', which sees pictures,"),
+                "use its text model alone (model_type gemma3_text or llama4_text)",
+            )),
             other => Err(ModelError::UnknownArchitecture {
                 path: path.to_owned(),
                 found: other.to_owned(),
@@ -136,6 +182,8 @@ pub struct ModelConfig {
     pub first_window_layer: usize,
     /// What mixes the tokens of each layer; empty: attention everywhere, with the window from `first_window_layer` on.
     pub mixers: Vec<Mixer>,
+    /// What the layers have that Llama's have not.
+    pub traits: Traits,
     /// Tokens that end a generation.
     pub eos_token_ids: Vec<u32>,
     /// The token that begins a text, where the model has one.
@@ -143,24 +191,27 @@ pub struct ModelConfig {
 }
 
 /// Bounds that no real model reaches and no product of which overflows.
-const MAX_WIDTH: u64 = 1 << 20;
-const MAX_LAYERS: u64 = 4096;
-const MAX_CONTEXT: u64 = 1 << 24;
+pub(super) const MAX_WIDTH: u64 = 1 << 20;
+pub(super) const MAX_LAYERS: u64 = 4096;
+pub(super) const MAX_CONTEXT: u64 = 1 << 24;
 /// transformers' `sliding_window` of Mistral, Qwen2 and Qwen3 where a file has none.
 const DEFAULT_SLIDING_WINDOW: u64 = 4096;
 /// transformers' `max_window_layers` of Qwen2 and Qwen3 where a file has none.
 const DEFAULT_MAX_WINDOW_LAYERS: usize = 28;
 
 impl ModelConfig {
-    /// The scale of attention scores, `1 / √head_dim`.
+    /// The scale of attention scores: `1 / √head_dim`, or of what the family has instead of the head size.
     pub fn attention_scale(&self) -> f32 {
-        1.0 / (self.head_dim as f32).sqrt()
+        let size = self.traits.query_pre_attn_scalar;
+        1.0 / size.unwrap_or(self.head_dim as f32).sqrt()
     }
 
     /// The sliding window of one layer, in keys.
     pub fn layer_sliding_window(&self, layer: usize) -> Option<usize> {
-        self.sliding_window
-            .filter(|_| layer >= self.first_window_layer)
+        match self.mixer(layer) {
+            Mixer::Attention { sliding_window, .. } => sliding_window,
+            Mixer::Latent(_) | Mixer::Recurrent(_) => None,
+        }
     }
 
     /// What mixes the tokens of one layer.
@@ -169,7 +220,9 @@ impl ModelConfig {
             .get(layer)
             .copied()
             .unwrap_or_else(|| Mixer::Attention {
-                sliding_window: self.layer_sliding_window(layer),
+                sliding_window: self
+                    .sliding_window
+                    .filter(|_| layer >= self.first_window_layer),
                 attention_chunk_size: None,
             })
     }
@@ -193,7 +246,7 @@ impl ModelConfig {
         let name = file.text("general.architecture").ok_or_else(|| {
             ModelError::corrupt(path, "metadata 'general.architecture' is missing")
         })?;
-        let architecture = Architecture::parse(&name, path)?;
+        let architecture = Architecture::of_gguf(&name, path)?;
         let key = |suffix: &str| format!("{name}.{suffix}");
         let optional = |suffix: &str, max: u64| -> Result<Option<usize>, ModelError> {
             file.uint(&key(suffix))
@@ -281,7 +334,7 @@ impl ModelConfig {
                 dim: optional("rope.dimension_count", MAX_WIDTH)?.unwrap_or(head_dim),
                 style: match architecture {
                     Architecture::Llama | Architecture::Mistral => RopeStyle::Interleaved,
-                    Architecture::Qwen2 | Architecture::Qwen3 => RopeStyle::HalfRotation,
+                    _ => RopeStyle::HalfRotation,
                 },
                 scaling,
             },
@@ -300,6 +353,7 @@ impl ModelConfig {
                 .transpose()?,
             first_window_layer: 0,
             mixers: Vec::new(),
+            traits: llama_traits(architecture),
             eos_token_ids,
             bos_token_id: token("tokenizer.ggml.bos_token_id"),
         };
@@ -334,6 +388,9 @@ impl ModelConfig {
         // Other architectures need not have these fields: what the model is comes first.
         let kind: HfModelType = serde_json::from_slice(text).map_err(not_a_config)?;
         let architecture = Architecture::parse(&kind.model_type, path)?;
+        if architecture.beyond_llama().is_some() {
+            return families::config(architecture, text, path)?.validated(path);
+        }
         let json: HfConfig = serde_json::from_slice(text).map_err(not_a_config)?;
         if json
             .hidden_act
@@ -367,7 +424,7 @@ impl ModelConfig {
         let windowed = match architecture {
             Architecture::Mistral => true,
             Architecture::Qwen2 | Architecture::Qwen3 => json.use_sliding_window.unwrap_or(false),
-            Architecture::Llama => false,
+            _ => false,
         };
         // transformers' configurations of Mistral and Qwen have a window where the file leaves it out; null is none.
         let sliding_window = json
@@ -413,6 +470,7 @@ impl ModelConfig {
             sliding_window,
             first_window_layer,
             mixers: Vec::new(),
+            traits: llama_traits(architecture),
             eos_token_ids: token_list(json.eos_token_id.as_ref()),
             bos_token_id: token_list(json.bos_token_id.as_ref()).first().copied(),
         };
@@ -482,7 +540,18 @@ impl ModelConfig {
     }
 }
 
-fn in_range(path: &Path, name: &str, value: u64, max: u64) -> Result<usize, ModelError> {
+/// Of the families that differ from Llama's in norms of heads only.
+fn llama_traits(architecture: Architecture) -> Traits {
+    Traits {
+        head_norm: match architecture {
+            Architecture::Qwen3 => HeadNorm::Weighted,
+            _ => HeadNorm::None,
+        },
+        ..Traits::default()
+    }
+}
+
+pub(super) fn in_range(path: &Path, name: &str, value: u64, max: u64) -> Result<usize, ModelError> {
     if value == 0 || value > max {
         return Err(ModelError::corrupt(
             path,
@@ -492,7 +561,11 @@ fn in_range(path: &Path, name: &str, value: u64, max: u64) -> Result<usize, Mode
     Ok(value as usize)
 }
 
-fn divided_head_dim(path: &Path, hidden: usize, heads: usize) -> Result<usize, ModelError> {
+pub(super) fn divided_head_dim(
+    path: &Path,
+    hidden: usize,
+    heads: usize,
+) -> Result<usize, ModelError> {
     if !hidden.is_multiple_of(heads) {
         let what = format!(
             "a hidden size of {hidden} is not divisible by {heads} heads, and no head size is given"
@@ -502,7 +575,7 @@ fn divided_head_dim(path: &Path, hidden: usize, heads: usize) -> Result<usize, M
     Ok(hidden / heads)
 }
 
-fn unsupported(path: &Path, what: String, remedy: &'static str) -> ModelError {
+pub(super) fn unsupported(path: &Path, what: String, remedy: &'static str) -> ModelError {
     ModelError::Unsupported {
         path: path.to_owned(),
         what,
@@ -536,7 +609,7 @@ fn present<'de, D: serde::Deserializer<'de>>(
 }
 
 /// A token id, or a list of them.
-fn token_list(value: Option<&Value>) -> Vec<u32> {
+pub(super) fn token_list(value: Option<&Value>) -> Vec<u32> {
     let id = |v: &Value| v.as_u64().and_then(|v| u32::try_from(v).ok());
     match value {
         Some(Value::Array(list)) => list.iter().filter_map(id).collect(),
@@ -581,7 +654,7 @@ struct HfConfig {
 
 /// `rope_scaling`, and `rope_parameters` of transformers 5, which holds the base as well.
 #[derive(Deserialize)]
-struct HfRope {
+pub(super) struct HfRope {
     #[serde(alias = "type")]
     rope_type: Option<String>,
     rope_theta: Option<f32>,
@@ -594,42 +667,51 @@ struct HfRope {
 impl HfConfig {
     fn rope(&self, path: &Path) -> Result<(f32, RopeScaling), ModelError> {
         let rope = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref());
-        let theta = rope
-            .and_then(|r| r.rope_theta)
-            .or(self.rope_theta)
-            .unwrap_or(10_000.0);
-        let Some(rope) = rope else {
-            return Ok((theta, RopeScaling::None));
-        };
-        let need = |name: &str, value: Option<f32>| {
-            value.ok_or_else(|| ModelError::corrupt(path, format!("RoPE scaling lacks '{name}'")))
-        };
-        let scaling = match rope.rope_type.as_deref() {
-            None | Some("default") => RopeScaling::None,
-            Some("linear") => RopeScaling::Linear {
-                factor: need("factor", rope.factor)?,
-            },
-            Some("llama3") => RopeScaling::Llama3 {
-                factor: need("factor", rope.factor)?,
-                low_freq_factor: need("low_freq_factor", rope.low_freq_factor)?,
-                high_freq_factor: need("high_freq_factor", rope.high_freq_factor)?,
-                original_context: in_range(
-                    path,
-                    "original_max_position_embeddings",
-                    rope.original_max_position_embeddings.unwrap_or(0),
-                    MAX_CONTEXT,
-                )?,
-            },
-            Some(other) => {
-                return Err(unsupported(
-                    path,
-                    format!("RoPE scaling '{other}'"),
-                    "use a model with the default, linear or llama3 scaling",
-                ));
-            }
-        };
-        Ok((theta, scaling))
+        rope_of(rope, self.rope_theta, path)
     }
+}
+
+/// Base and scaling; `theta` is the base where `rope` has none.
+pub(super) fn rope_of(
+    rope: Option<&HfRope>,
+    theta: Option<f32>,
+    path: &Path,
+) -> Result<(f32, RopeScaling), ModelError> {
+    let theta = rope
+        .and_then(|r| r.rope_theta)
+        .or(theta)
+        .unwrap_or(10_000.0);
+    let Some(rope) = rope else {
+        return Ok((theta, RopeScaling::None));
+    };
+    let need = |name: &str, value: Option<f32>| {
+        value.ok_or_else(|| ModelError::corrupt(path, format!("RoPE scaling lacks '{name}'")))
+    };
+    let scaling = match rope.rope_type.as_deref() {
+        None | Some("default") => RopeScaling::None,
+        Some("linear") => RopeScaling::Linear {
+            factor: need("factor", rope.factor)?,
+        },
+        Some("llama3") => RopeScaling::Llama3 {
+            factor: need("factor", rope.factor)?,
+            low_freq_factor: need("low_freq_factor", rope.low_freq_factor)?,
+            high_freq_factor: need("high_freq_factor", rope.high_freq_factor)?,
+            original_context: in_range(
+                path,
+                "original_max_position_embeddings",
+                rope.original_max_position_embeddings.unwrap_or(0),
+                MAX_CONTEXT,
+            )?,
+        },
+        Some(other) => {
+            return Err(unsupported(
+                path,
+                format!("RoPE scaling '{other}'"),
+                "use a model with the default, linear or llama3 scaling",
+            ));
+        }
+    };
+    Ok((theta, scaling))
 }
 
 #[cfg(test)]

@@ -108,6 +108,16 @@ impl Projection {
         })
     }
 
+    /// One matrix of the rows, of `k` values each, in f32.
+    pub(super) fn of_rows(k: usize, rows: Vec<f32>) -> Self {
+        Self {
+            n: rows.len() / k,
+            k,
+            matrices: vec![Matrix::Dense(DenseTiles::pack(k, &[rows]))],
+            bias: None,
+        }
+    }
+
     /// Output features.
     pub(super) fn rows(&self) -> usize {
         self.n

@@ -5,12 +5,17 @@
 //! module must never know requests, block tables, slots or backends, and never samples.
 
 mod config;
+mod decoder;
 mod dense;
 mod error;
+mod experts;
+mod families;
+mod feed_forward;
 pub(crate) mod gguf;
 pub(crate) mod layout;
 pub(crate) mod linear;
-mod llama;
+mod loading;
+mod mixers;
 mod ops;
 mod pool;
 pub(crate) mod rope;
@@ -19,11 +24,13 @@ mod safetensors;
 pub(crate) mod testing;
 mod tiles;
 mod tiles_x86;
+mod traits;
 pub(crate) mod weights;
 
 pub use config::{Architecture, Mixer, ModelConfig, RopeConfig, RopeScaling, RopeStyle};
+pub use decoder::Model;
 pub use error::{AttentionError, ModelError};
-pub use llama::Model;
+pub use traits::{Activation, ExpertsConfig, FeedForward, HeadNorm, Routing, Temperature, Traits};
 
 use std::path::Path;
 

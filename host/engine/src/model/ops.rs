@@ -51,6 +51,22 @@ fn inverse_rms(x: &[f32], eps: f32) -> f32 {
 
 /// `out = silu(gate) · up`, where each row of `gate_up` is `width` gate values followed by `width` up values.
 pub(super) fn silu_mul(pool: &Pool, gate_up: &[f32], width: usize, out: &mut Vec<f32>) {
+    act_mul(pool, gate_up, width, silu, out);
+}
+
+/// The same with GELU's tanh formula.
+pub(super) fn gelu_mul(pool: &Pool, gate_up: &[f32], width: usize, out: &mut Vec<f32>) {
+    act_mul(pool, gate_up, width, gelu, out);
+}
+
+#[inline(always)]
+fn act_mul(
+    pool: &Pool,
+    gate_up: &[f32],
+    width: usize,
+    act: impl Fn(f32) -> f32 + Sync,
+    out: &mut Vec<f32>,
+) {
     let rows = gate_up.len() / (2 * width);
     out.resize(rows * width, 0.0);
     let shared = SharedOut::new(out);
@@ -60,10 +76,42 @@ pub(super) fn silu_mul(pool: &Pool, gate_up: &[f32], width: usize, out: &mut Vec
             let out = unsafe { shared.slice(i * width..(i + 1) * width) };
             let (gate, up) = gate_up[i * 2 * width..][..2 * width].split_at(width);
             for ((y, g), u) in out.iter_mut().zip(gate).zip(up) {
-                *y = g / (1.0 + exp(-g)) * u;
+                *y = act(*g) * u;
             }
         }
     });
+}
+
+#[inline(always)]
+fn silu(x: f32) -> f32 {
+    x / (1.0 + exp(-x))
+}
+
+/// `x/2 · (1 + tanh(u))`, u = √(2/π) · (x + 0.044715·x³), as x times the sigmoid of 2u.
+#[inline(always)]
+fn gelu(x: f32) -> f32 {
+    const SCALE: f32 = 2.0 * 0.797_884_6;
+    x / (1.0 + exp(-SCALE * (x + 0.044_715 * x * x * x)))
+}
+
+/// `1 / (1 + e^−x)`.
+#[inline(always)]
+pub(super) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+/// `x *= sigmoid(gate)`.
+pub(super) fn sigmoid_mul(x: &mut [f32], gate: &[f32]) {
+    for (x, gate) in x.iter_mut().zip(gate) {
+        *x *= sigmoid(*gate);
+    }
+}
+
+/// `x *= silu(gate)`.
+pub(super) fn silu_gate(x: &mut [f32], gate: &[f32]) {
+    for (x, gate) in x.iter_mut().zip(gate) {
+        *x *= silu(*gate);
+    }
 }
 
 /// `x += y`.
@@ -156,6 +204,15 @@ mod tests {
             let g = f64::from(gate_up[row * 2 * width + j]);
             let u = f64::from(gate_up[row * 2 * width + width + j]);
             assert!((g / (1.0 + (-g).exp()) * u - f64::from(*got)).abs() < 1e-4);
+        }
+        gelu_mul(&pool, &gate_up, width, &mut out);
+        for (i, got) in out.iter().enumerate() {
+            let (row, j) = (i / width, i % width);
+            let g = f64::from(gate_up[row * 2 * width + j]);
+            let u = f64::from(gate_up[row * 2 * width + width + j]);
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
+            let exact = 0.5 * g * (1.0 + inner.tanh()) * u;
+            assert!((exact - f64::from(*got)).abs() < 1e-4, "{exact} {got}");
         }
     }
 }

@@ -18,7 +18,17 @@ pub(crate) struct RawTensor<'a> {
     pub(crate) bytes: &'a [u8],
 }
 
-impl RawTensor<'_> {
+impl<'a> RawTensor<'a> {
+    /// Element `index` of the slowest dimension, which must exist; of a dtype without blocks.
+    pub(crate) fn row(self, index: usize) -> Self {
+        let bytes = self.bytes.len() / self.shape[0];
+        Self {
+            dtype: self.dtype,
+            shape: &self.shape[1..],
+            bytes: &self.bytes[index * bytes..][..bytes],
+        }
+    }
+
     /// All elements as f32.
     pub(crate) fn to_f32(self) -> Vec<f32> {
         let elements = self.shape.iter().product();
