@@ -36,10 +36,10 @@ pub fn tiny_config(model_type: &str, changes: &Value) -> Value {
 }
 
 /// Steele, Lea and Flood's SplitMix64, as numbers in −1 to 1.
-struct Noise(u64);
+pub(crate) struct Noise(pub(crate) u64);
 
 impl Noise {
-    fn next(&mut self) -> f32 {
+    pub(crate) fn next(&mut self) -> f32 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

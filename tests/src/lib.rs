@@ -6,5 +6,6 @@ pub mod drive;
 pub mod families;
 pub mod naive;
 pub mod step_host;
+pub mod tiny_models;
 pub mod trace;
 pub mod two_in_flight;

@@ -1,8 +1,15 @@
-//! Attention by the textbook: contiguous keys and values per request, one softmax per query, no blocks, no metadata.
+//! Attention by the textbook: contiguous keys and values per request, one softmax per query, no blocks, no metadata; latent
+//! attention and recurrences by their definitions.
 //!
 //! What the model's tests and benchmarks run on, so that they test the model alone.
 
-use timetable_engine::model::{AttentionError, AttentionLayers, Model, ModelConfig};
+mod latent;
+mod recurrent;
+
+use latent::Latents;
+use recurrent::State;
+use timetable_device::cpu::{mamba::MambaInputs, mla::LatentInputs};
+use timetable_engine::model::{AttentionError, AttentionLayers, Mixer, Model, ModelConfig};
 
 /// KV storage of several requests, and the rows of the current step.
 pub struct NaiveAttention {
@@ -10,9 +17,11 @@ pub struct NaiveAttention {
     kv_heads: usize,
     head_dim: usize,
     scale: f32,
-    windows: Vec<Option<usize>>,
+    mixers: Vec<Mixer>,
     /// `[request][layer]`: keys and values, `[tokens, kv_heads · head_dim]`.
     cache: Vec<Vec<(Vec<f32>, Vec<f32>)>>,
+    latents: Vec<Vec<Latents>>,
+    states: Vec<Vec<State>>,
     /// Request and token count of each stretch of the batch.
     batch: Vec<(usize, usize)>,
     scores: Vec<f32>,
@@ -27,10 +36,10 @@ impl NaiveAttention {
             kv_heads: config.num_key_value_heads,
             head_dim: config.head_dim,
             scale: config.attention_scale(),
-            windows: (0..layers)
-                .map(|l| config.layer_sliding_window(l))
-                .collect(),
+            mixers: (0..layers).map(|layer| config.mixer(layer)).collect(),
             cache: vec![vec![(Vec::new(), Vec::new()); layers]; requests],
+            latents: vec![vec![Latents::default(); layers]; requests],
+            states: vec![vec![State::default(); layers]; requests],
             batch: Vec::new(),
             scores: Vec::new(),
         }
@@ -64,6 +73,13 @@ impl AttentionLayers for NaiveAttention {
         v: &[f32],
         out: &mut [f32],
     ) -> Result<(), AttentionError> {
+        let Mixer::Attention {
+            sliding_window,
+            attention_chunk_size,
+        } = self.mixers[layer]
+        else {
+            return Err(format!("layer {layer} is not one of attention").into());
+        };
         let kv_width = self.kv_heads * self.head_dim;
         let mut row = 0;
         for (request, tokens) in &self.batch {
@@ -73,7 +89,9 @@ impl AttentionLayers for NaiveAttention {
             values.extend_from_slice(&v[row * kv_width..(row + tokens) * kv_width]);
             for token in 0..*tokens {
                 let seen = past + token + 1;
-                let first = self.windows[layer].map_or(0, |w| seen.saturating_sub(w));
+                let first = sliding_window.map_or(0, |w| seen.saturating_sub(w));
+                let chunk = attention_chunk_size.map_or(0, |c| (seen - 1) / c * c);
+                let first = first.max(chunk);
                 for head in 0..self.heads {
                     let at = ((row + token) * self.heads + head) * self.head_dim;
                     let q = &q[at..at + self.head_dim];
@@ -102,6 +120,40 @@ impl AttentionLayers for NaiveAttention {
                     }
                 }
             }
+            row += tokens;
+        }
+        Ok(())
+    }
+
+    fn attend_latent(
+        &mut self,
+        layer: usize,
+        inputs: &LatentInputs<'_>,
+        out: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        let Mixer::Latent(sizes) = self.mixers[layer] else {
+            return Err(format!("layer {layer} is not one of latent attention").into());
+        };
+        let mut row = 0;
+        for &(request, tokens) in &self.batch {
+            self.latents[request][layer].attend(&sizes, inputs, (row, tokens), out);
+            row += tokens;
+        }
+        Ok(())
+    }
+
+    fn recur(
+        &mut self,
+        layer: usize,
+        inputs: &MambaInputs<'_>,
+        out: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        let Mixer::Recurrent(config) = self.mixers[layer] else {
+            return Err(format!("layer {layer} is not a recurrence").into());
+        };
+        let mut row = 0;
+        for &(request, tokens) in &self.batch {
+            self.states[request][layer].recur(&config, inputs, (row, tokens), out);
             row += tokens;
         }
         Ok(())

