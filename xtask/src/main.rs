@@ -1,4 +1,5 @@
-//! The project's own tasks: `cargo xtask demo | test | bench | guests | model | kernels | bundle`.
+//! The project's own tasks: `cargo xtask demo | test | bench | guests | model | transformers | kernels |
+//! bundle`.
 //!
 //! `demo` and `test` work from a fresh clone, alone: they add the wasm target, fetch the default model, build what is
 //! missing and then do their work. Everything here runs other programs; nothing of the product lives here.
@@ -14,6 +15,7 @@ mod model;
 mod openai_client;
 mod process;
 mod test;
+mod transformers;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -35,6 +37,8 @@ Tasks:
   bundle [--out DIR]       A directory that runs on a GPU machine without a Rust toolchain: target/bundle, or DIR
                            (--target-cpu CPU: compile for it; --targets LIST: kernels; --tests: GPU tests too)
   model                    Fetch the default model into target/models
+  transformers             Compare the hybrid and latent families with Hugging Face transformers, which it installs into
+                           target/transformers (about 7 GB)
   help                     This text
 ";
 
@@ -61,6 +65,7 @@ fn run() -> Result<()> {
         "guests" => guests().map(drop),
         "model" => model().map(drop),
         "bundle" => bundle::run_task(rest),
+        "transformers" => transformers::run_task(rest),
         "kernels" => kernels::run_task(rest),
         "help" | "--help" | "-h" => {
             print!("{HELP}");

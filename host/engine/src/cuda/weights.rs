@@ -78,12 +78,7 @@ impl Weights {
             checkpoint,
             layout,
         } = Opened::open(path)?;
-        if let Some(lacks) = config.architecture.beyond_llama() {
-            return Err(CudaStartError::Family {
-                architecture: format!("{:?}", config.architecture),
-                lacks,
-            });
-        }
+        check_family(&config)?;
         let element = dtype.unwrap_or(Element::Bf16);
         check_widths(&config, element)?;
         let rope = rope(&config, &*checkpoint, &layout)?;
@@ -137,6 +132,17 @@ impl Weights {
     /// Bytes on the device.
     pub(super) fn bytes(&self) -> u64 {
         self.memory.len() as u64
+    }
+}
+
+/// The kernels are those of Llama's layers.
+fn check_family(config: &ModelConfig) -> Result<(), CudaStartError> {
+    match config.architecture.beyond_llama() {
+        None => Ok(()),
+        Some(lacks) => Err(CudaStartError::Family {
+            architecture: format!("{:?}", config.architecture),
+            lacks,
+        }),
     }
 }
 
@@ -239,5 +245,33 @@ impl Sink for Staging {
         unsafe { self.stream.copy_to_device(to, buffer, 0..len) }?;
         self.stream.record(copied)?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{model::Architecture, simulated::simulated_model};
+
+    #[test]
+    fn a_family_beyond_llama_is_sent_to_the_cpu() {
+        let of = |architecture| ModelConfig {
+            architecture,
+            ..simulated_model()
+        };
+        assert!(check_family(&of(Architecture::Qwen3)).is_ok());
+        for (architecture, lacks) in [
+            (Architecture::DeepseekV2, "latent attention"),
+            (Architecture::Bamba, "Mamba2"),
+            (Architecture::Qwen3Next, "gated delta net"),
+            (Architecture::Gemma3, "rotations"),
+            (Architecture::Llama4, "chunked"),
+        ] {
+            let refusal = check_family(&of(architecture)).expect_err("refused");
+            let refusal = refusal.to_string();
+            assert!(refusal.contains(&format!("{architecture:?}")), "{refusal}");
+            assert!(refusal.contains(lacks), "{refusal}");
+            assert!(refusal.contains("--device cpu"), "{refusal}");
+        }
     }
 }

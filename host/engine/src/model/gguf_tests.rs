@@ -197,3 +197,17 @@ fn values_are_read_back() {
         (None, None, None)
     );
 }
+
+#[test]
+fn a_family_without_gguf_is_sent_to_its_directory() {
+    for name in ["deepseek2", "qwen3next", "gemma3", "llama4"] {
+        let text = refusal(
+            &tiny_model("llama")
+                .text("general.architecture", name)
+                .bytes(),
+        );
+        let named = format!("'{name}' in a GGUF file is not supported");
+        assert!(text.contains(&named), "{text}");
+        assert!(text.contains("Hugging Face directory"), "{text}");
+    }
+}

@@ -5,6 +5,8 @@ pub(crate) mod families;
 
 use std::path::Path;
 
+use timetable_device::cpu::mamba::{GdnConfig, Mamba2Config, MambaConfig};
+
 use super::{
     Source,
     config::{Architecture, ModelConfig, RopeScaling},
@@ -74,9 +76,27 @@ pub(crate) struct LatentLayout {
     pub(crate) output: Part,
 }
 
+/// The recurrences that a family has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Recurrence {
+    Mamba2(Mamba2Config),
+    Gdn(GdnConfig),
+}
+
+impl Recurrence {
+    /// What the executor knows it by.
+    pub(crate) fn config(self) -> MambaConfig {
+        match self {
+            Self::Mamba2(sizes) => MambaConfig::Mamba2(sizes),
+            Self::Gdn(sizes) => MambaConfig::Gdn(sizes),
+        }
+    }
+}
+
 /// Mamba2, or a gated delta net.
 #[derive(Clone, Debug)]
 pub(crate) struct RecurrentLayout {
+    pub(crate) recurrence: Recurrence,
     /// All inputs, in the checkpoint's order; k = hidden.
     pub(crate) inputs: Vec<Part>,
     /// `[channels, 1, taps]`

@@ -2,7 +2,7 @@
 
 use super::{
     AttentionLayout, DenseLayout, ExpertTensors, ExpertsLayout, FeedForwardLayout, LatentLayout,
-    LayerLayout, MixerLayout, RecurrentLayout, Vector,
+    LayerLayout, MixerLayout, Recurrence, RecurrentLayout, Vector,
 };
 use crate::model::{
     config::{Architecture, Mixer, ModelConfig},
@@ -79,6 +79,7 @@ pub(super) fn layer(config: &ModelConfig, layer: usize) -> LayerLayout {
             Mixer::Recurrent(MambaConfig::Gdn(sizes)) => {
                 MixerLayout::Recurrent(gdn(config, &names, &sizes))
             }
+            Mixer::Recurrent(other) => unreachable!("no family has layers of {other:?}"),
         },
         post_mixer_norm: post.then(|| norm("post_attention_layernorm")),
         feed_forward_norm: norm(feed_forward_norm),
@@ -144,6 +145,7 @@ fn mamba2(config: &ModelConfig, names: &Names, sizes: &Mamba2Config) -> Recurren
     let bias = config.traits.mamba_proj_bias;
     let heads = sizes.num_heads;
     RecurrentLayout {
+        recurrence: Recurrence::Mamba2(*sizes),
         inputs: vec![names.part("mamba.in_proj", inner + channels + heads, bias)],
         conv_weight: names.name("mamba.conv1d.weight"),
         conv_bias: (config.traits.conv_bias).then(|| names.vector("mamba.conv1d.bias", channels)),
@@ -160,6 +162,7 @@ fn gdn(config: &ModelConfig, names: &Names, sizes: &GdnConfig) -> RecurrentLayou
     let heads = sizes.num_v_heads;
     let qkvz = mixer.conv_dim() + mixer.output_size();
     RecurrentLayout {
+        recurrence: Recurrence::Gdn(*sizes),
         inputs: vec![
             names.part("linear_attn.in_proj_qkvz", qkvz, false),
             names.part("linear_attn.in_proj_ba", 2 * heads, false),

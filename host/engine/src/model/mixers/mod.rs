@@ -83,8 +83,8 @@ impl MixerWeights {
             (MixerLayout::Latent(layout), Mixer::Latent(sizes)) => {
                 Self::Latent(Latent::load(loading, layout, sizes)?)
             }
-            (MixerLayout::Recurrent(layout), Mixer::Recurrent(sizes)) => {
-                Self::Recurrent(Recurrent::load(loading, layout, sizes)?)
+            (MixerLayout::Recurrent(layout), Mixer::Recurrent(_)) => {
+                Self::Recurrent(Recurrent::load(loading, layout)?)
             }
             _ => unreachable!("the layout follows the configuration"),
         })

@@ -3,14 +3,20 @@
 
 use super::{MIN_PARALLEL_ROWS, MixerScratch, Step, failed};
 use crate::model::{
-    AttentionLayers, error::ModelError, layout::RecurrentLayout, linear::Projection,
-    loading::Loading, ops, pool::SharedOut,
+    AttentionLayers,
+    error::ModelError,
+    layout::{Recurrence, RecurrentLayout},
+    linear::Projection,
+    loading::Loading,
+    ops,
+    pool::SharedOut,
 };
 use timetable_device::cpu::mamba::{
     GdnConfig, GdnInputs, Mamba2Config, Mamba2Inputs, MambaConfig, MambaInputs,
 };
 
 pub(in crate::model) struct Recurrent {
+    recurrence: Recurrence,
     sizes: MambaConfig,
     /// All inputs side by side, in the checkpoint's order.
     inputs: Projection,
@@ -31,15 +37,17 @@ impl Recurrent {
     pub(super) fn load(
         loading: &Loading<'_>,
         layout: &RecurrentLayout,
-        sizes: MambaConfig,
     ) -> Result<Self, ModelError> {
-        let taps = match sizes {
-            MambaConfig::Mamba2(sizes) => sizes.conv_kernel,
-            MambaConfig::Gdn(sizes) => sizes.conv_kernel,
+        let recurrence = layout.recurrence;
+        let sizes = recurrence.config();
+        let taps = match recurrence {
+            Recurrence::Mamba2(sizes) => sizes.conv_kernel,
+            Recurrence::Gdn(sizes) => sizes.conv_kernel,
         };
         let optional = |vector| Option::map(vector, |vector| loading.vector(vector)).transpose();
         let a_log = loading.vector(&layout.a_log)?;
         Ok(Self {
+            recurrence,
             inputs: loading.projection(loading.config.hidden_size, &layout.inputs)?,
             conv_weight: loading.tensor(&layout.conv_weight, &[sizes.conv_dim(), 1, taps])?,
             conv_bias: optional(layout.conv_bias.as_ref())?,
@@ -66,12 +74,12 @@ impl Recurrent {
         let (pool, m) = (step.pool, step.positions.len());
         self.inputs
             .forward(pool, m, x, &mut s.projection, &mut s.projected)?;
-        match self.sizes {
-            MambaConfig::Mamba2(sizes) => self.split_mamba2(step, &sizes, s),
-            MambaConfig::Gdn(sizes) => self.split_gdn(step, &sizes, s),
+        match self.recurrence {
+            Recurrence::Mamba2(sizes) => self.split_mamba2(step, &sizes, s),
+            Recurrence::Gdn(sizes) => self.split_gdn(step, &sizes, s),
         }
-        let inputs = match self.sizes {
-            MambaConfig::Mamba2(_) => MambaInputs::Mamba2(Mamba2Inputs {
+        let inputs = match self.recurrence {
+            Recurrence::Mamba2(_) => MambaInputs::Mamba2(Mamba2Inputs {
                 hidden_states_b_c: &s.q,
                 dt: &s.k,
                 conv_weight: &self.conv_weight,
@@ -80,7 +88,7 @@ impl Recurrent {
                 d: &self.d,
                 dt_bias: &self.dt_bias,
             }),
-            MambaConfig::Gdn(_) => MambaInputs::Gdn(GdnInputs {
+            Recurrence::Gdn(_) => MambaInputs::Gdn(GdnInputs {
                 mixed_qkv: &s.q,
                 b: &s.k,
                 a: &s.v,
@@ -154,7 +162,7 @@ impl Recurrent {
     /// Mamba2: gate, then norm over the whole output. Gated delta net: norm over each head, then gate.
     fn gated_norm(&self, step: Step<'_>, s: &mut MixerScratch) {
         let width = self.sizes.output_size();
-        let gate_first = matches!(self.sizes, MambaConfig::Mamba2(_));
+        let gate_first = matches!(self.recurrence, Recurrence::Mamba2(_));
         let attended = SharedOut::new(&mut s.attended);
         let gates = &s.gate;
         let eps = step.config.rms_norm_eps;

@@ -1,0 +1,66 @@
+//! `cargo xtask transformers`: the hybrid and latent families against Hugging Face transformers as it computes now, not as it
+//! was recorded.
+
+use std::fs;
+
+use anyhow::{Context, Result, bail};
+
+use crate::process::{cargo_program, heading, run, run_with};
+
+const REQUIREMENTS: &str = "tests/peers/requirements-transformers.txt";
+const SCRIPT: &str = "tests/peers/tiny_models.py";
+
+pub fn run_task(arguments: &[String]) -> Result<()> {
+    if let [argument, ..] = arguments {
+        bail!("unknown argument `{argument}`; `cargo xtask transformers` has none");
+    }
+    compare()
+}
+
+/// Installs pinned versions into an environment below the target directory, where they are not there yet; computes the
+/// record anew; tests against it.
+pub fn compare() -> Result<()> {
+    let home = crate::target_dir().join("transformers");
+    let python = home.join("bin/python");
+    let python = python.to_string_lossy();
+    let wanted = crate::root().join(REQUIREMENTS);
+    let installed = home.join("installed.txt");
+    let requirements =
+        fs::read_to_string(&wanted).with_context(|| format!("cannot read {}", wanted.display()))?;
+    if fs::read_to_string(&installed).ok().as_ref() != Some(&requirements) {
+        heading("installing transformers into the target directory (about 7 GB)");
+        run(
+            "python3",
+            &["-m", "venv", "--clear", &home.to_string_lossy()],
+        )
+        .context("cannot make an environment; check that python3, 3.11 or later, has venv")?;
+        run(
+            &python,
+            &[
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-cache-dir",
+                "--requirement",
+                &wanted.to_string_lossy(),
+            ],
+        )
+        .context("cannot install transformers; check the network and the space on the disk")?;
+        // Last, so that an installation that was cut off is made anew.
+        fs::write(&installed, &requirements)
+            .with_context(|| format!("cannot write {}", installed.display()))?;
+    }
+    heading("what transformers computes with the tiny models");
+    let record = home.join("tiny_models.json");
+    let record = record.to_string_lossy();
+    let script = crate::root().join(SCRIPT);
+    run(&python, &[&script.to_string_lossy(), &record])?;
+    heading("the same by our decoders");
+    run_with(
+        &cargo_program(),
+        &["test", "--release", "--workspace", "--test", "tiny_models"],
+        &[("TIMETABLE_TINY_MODELS", &record)],
+    )
+}
