@@ -16,6 +16,8 @@ mod builder_config;
 
 pub use builder_config::config;
 
+use crate::recurrent::Recurrent;
+
 /// Where random choices start: the same every time, or where `TIMETABLE_TEST_SEED` says.
 pub fn seed() -> u64 {
     let seed = std::env::var("TIMETABLE_TEST_SEED").ok();
@@ -52,7 +54,7 @@ impl Random {
     }
 
     /// In −1..1.
-    fn real(&mut self) -> f32 {
+    pub fn real(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
     }
 }
@@ -80,6 +82,8 @@ pub struct Case {
     caches: Vec<(usize, KvCache)>,
     /// f64 [tokens, heads, head size]: attention to every key.
     expected: Vec<f64>,
+    /// Where the group keeps states: its layer.
+    pub recurrent: Option<Recurrent>,
 }
 
 /// What running metadata showed.
@@ -226,6 +230,7 @@ impl Case {
             values,
             caches: Vec::new(),
             expected: Vec::new(),
+            recurrent: None,
             config,
             step,
         };
@@ -360,6 +365,9 @@ impl Case {
     /// Prepares metadata that the verifier refused, and runs it if the device takes it. It may be refused again, or give wrong
     /// numbers; to return is the promise.
     pub fn survives(&self, metadata: &Metadata) -> bool {
+        if let Some(recurrent) = &self.recurrent {
+            return recurrent.run(self, metadata).is_ok();
+        }
         let mut step = StepMetadata::new();
         let inputs = self.step.tensors.inputs();
         let prepared = step.prepare(metadata, &inputs, self.layer.block_size as u32);
@@ -374,8 +382,15 @@ impl Case {
 
     /// Runs `metadata` against `expected`, or against attention to every key.
     pub fn run(&self, metadata: &Metadata, expected: Option<&[f64]>) -> Ran {
+        if let Some(recurrent) = &self.recurrent {
+            return match recurrent.run(self, metadata) {
+                Ok(Ok(())) => Ran::Right,
+                Ok(Err(problem)) => Ran::Wrong(problem),
+                Err(problem) => Ran::NotHere(problem),
+            };
+        }
         if self.caches.is_empty() {
-            return Ran::NotHere("decode context parallelism, or states".to_owned());
+            return Ran::NotHere("decode context parallelism".to_owned());
         }
         let mut step = StepMetadata::new();
         let inputs = self.step.tensors.inputs();

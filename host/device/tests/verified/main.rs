@@ -10,4 +10,5 @@ mod bench;
 mod case;
 mod mutate;
 mod reading;
+mod recurrent;
 mod suites;

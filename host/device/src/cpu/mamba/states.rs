@@ -62,6 +62,17 @@ impl Bank {
         }
     }
 
+    /// `values`: f32 [channels, rows].
+    fn set(&mut self, num_states: usize, state: usize, values: &[f32]) {
+        for unit in self.units() {
+            let (first, width) = unit;
+            let place = self.place(num_states, unit, state);
+            for (at, own) in self.data[place].iter_mut().enumerate() {
+                *own = values[(first + at % width) * self.rows + at / width];
+            }
+        }
+    }
+
     /// `f32 [channels, rows]`
     fn state(&self, num_states: usize, state: usize) -> Vec<f32> {
         let mut out = Vec::new();
@@ -140,6 +151,20 @@ impl MambaStates {
         self.recurrent.copy(self.num_states, from, to);
     }
 
+    /// Makes `state` what [`Self::window`] and [`Self::recurrent`] gave.
+    ///
+    /// # Panics
+    /// If there is no such state, or the values are too few.
+    pub fn set(&mut self, state: usize, window: &[f32], recurrent: &[f32]) {
+        assert!(
+            state < self.num_states,
+            "state {state} of {}",
+            self.num_states
+        );
+        self.conv.set(self.num_states, state, window);
+        self.recurrent.set(self.num_states, state, recurrent);
+    }
+
     /// Sets every element of every state: poison for tests, or zero.
     pub fn fill(&mut self, value: f32) {
         self.conv.data.fill(value);
@@ -216,6 +241,10 @@ mod tests {
                 (28, 24)
             );
         }
+        states.set(2, &before.window(1), &before.recurrent(1));
+        assert_eq!(states.window(2), before.window(1));
+        assert_eq!(states.recurrent(2), before.recurrent(1));
+        assert_eq!(states.recurrent(1), before.recurrent(3));
         // Unit 0 of the recurrence is head 0: [states, state_size, head_dim].
         assert_eq!(before.recurrent(0)[..5], [1.0, 4.0, 7.0, 10.0, 2.0]);
     }

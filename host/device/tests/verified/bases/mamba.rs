@@ -9,6 +9,7 @@ use timetable_types::{
 use crate::{
     bases::Base,
     case::{Case, Random, config},
+    recurrent::Recurrent,
 };
 
 /// A row: query tokens, keys.
@@ -75,6 +76,7 @@ fn case(
         let accepted = (0..all).map(|row| 1 + (row * 2 + 1) % (1 + drafts as i32));
         case.extras = vec![("num_accepted_tokens", accepted.collect())];
     }
+    case.recurrent = Some(Recurrent::new(&case, rows));
     case
 }
 
