@@ -17,6 +17,8 @@ mod lower;
 mod mutated;
 #[path = "../../../device/tests/verified/reading.rs"]
 mod reading;
+#[path = "../../../device/tests/verified/recurrent.rs"]
+mod recurrent;
 
 use std::{collections::BTreeMap, time::Instant};
 
