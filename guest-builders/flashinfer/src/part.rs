@@ -80,7 +80,7 @@ impl PlannedWork {
             self.grid,
         );
         let (q_len_per_req, cudagraph_batch_size) = match side {
-            Side::Decode => self.decode_shape(split),
+            Side::Decode => self.decode_shape(split, common),
             Side::Prefill => (0, 0),
         };
         Plan {
@@ -146,9 +146,18 @@ impl PlannedWork {
     }
 
     /// Query tokens per request, and the rows of the captured graph that a pure decode batch replays, 0 for none.
-    fn decode_shape(&self, split: &DecodePrefillSplit) -> (u32, u32) {
+    fn decode_shape(
+        &self,
+        split: &DecodePrefillSplit,
+        common: &CommonAttentionMetadata,
+    ) -> (u32, u32) {
         let q_len_per_req = if self.config.device.compute_capability.0 < 9 {
-            split.num_decode_tokens / split.num_decodes.max(1)
+            // Padding that is no whole query a row must make the quotient no other query length.
+            let starts = &common.query_start_loc_cpu;
+            let query_len = starts[1].abs_diff(starts[0]);
+            (split.num_decode_tokens / split.num_decodes.max(1))
+                .min(common.max_query_len)
+                .max(query_len)
         } else {
             1
         };

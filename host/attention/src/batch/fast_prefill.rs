@@ -79,7 +79,8 @@ fn logits_per_row(indices: &[i32], query_start_loc: &[i32]) -> Vec<i32> {
 ///
 /// Each index of `logits_indices_padded` (the first `num_logits_indices`; the rest repeat the last one) is a token of the
 /// batch; rows count theirs, and the running sum is the new `query_start_loc`. Lengths, block table and slots stay, causal
-/// is true, the request-wise flags are dropped. (vLLM 0.33 `make_kv_sharing_fast_prefill_common_attn_metadata`.)
+/// is true, the request-wise flags are dropped. The slots are the whole step's, but these layers write nothing: a host that has
+/// the step verified gives none (−1). (vLLM 0.33 `make_kv_sharing_fast_prefill_common_attn_metadata`.)
 ///
 /// # Panics
 /// If an index is negative.

@@ -136,21 +136,7 @@ pub fn new_impl(
     family: Family,
     config: AttentionConfig,
 ) -> Result<Box<dyn AttentionImpl>, ImplError> {
-    let name = match family {
-        Family::FlashAttn => "FlashAttentionImpl",
-        Family::Flashinfer => "FlashInferImpl",
-        Family::TritonAttn => "TritonAttentionImpl",
-        Family::FlashMla | Family::Mamba => {
-            return Err(ImplError::NotOnThisDevice {
-                interface: family.interface(),
-            });
-        }
-    };
-    Ok(Box::new(PagedAttentionImpl {
-        family,
-        name,
-        config: checked(config)?,
-    }))
+    Ok(Box::new(PagedAttentionImpl::new(family, config)?))
 }
 
 fn checked(mut config: AttentionConfig) -> Result<AttentionConfig, ImplError> {
@@ -199,8 +185,8 @@ fn checked(mut config: AttentionConfig) -> Result<AttentionConfig, ImplError> {
     Ok(config)
 }
 
-/// Both families: the metadata is already in one form when it arrives here.
-struct PagedAttentionImpl {
+/// Every family of paged attention: the metadata is already in one form when it arrives here.
+pub(super) struct PagedAttentionImpl {
     family: Family,
     /// The field's class name.
     name: &'static str,
@@ -263,6 +249,28 @@ impl AttentionImpl for PagedAttentionImpl {
 }
 
 impl PagedAttentionImpl {
+    pub(super) fn new(family: Family, config: AttentionConfig) -> Result<Self, ImplError> {
+        let name = match family {
+            Family::FlashAttn => "FlashAttentionImpl",
+            Family::Flashinfer => "FlashInferImpl",
+            Family::TritonAttn => "TritonAttentionImpl",
+            Family::FlashMla | Family::Mamba => {
+                return Err(ImplError::NotOnThisDevice {
+                    interface: family.interface(),
+                });
+            }
+        };
+        Ok(Self {
+            family,
+            name,
+            config: checked(config)?,
+        })
+    }
+
+    pub(super) fn config(&self) -> &AttentionConfig {
+        &self.config
+    }
+
     fn run(
         &self,
         query: &[f32],

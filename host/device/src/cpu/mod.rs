@@ -10,6 +10,7 @@
 //! This module must never know how metadata was built.
 
 mod config;
+mod dcp;
 mod execute;
 mod kernel;
 mod kv_cache;
@@ -22,6 +23,7 @@ mod tensors;
 mod view;
 
 pub use config::{AttentionConfig, AttentionImpl, ImplError, new_impl};
+pub use dcp::{ContextParallelImpl, ContextParallelMetadata, Partial};
 pub use execute::merge_states;
 pub use kernel::instruction_set;
 pub use kv_cache::{CacheDtype, KvCache};

@@ -18,11 +18,19 @@ pub(super) fn flash_attn(
     inputs: &StepInputs<'_>,
 ) -> Result<(), PrepareError> {
     if metadata.dcp_context_kv_lens.is_some() || metadata.max_dcp_context_kv_len > 0 {
-        return unsupported(
-            "dcp_context_kv_lens",
-            "run without decode context parallelism",
-        );
+        return unsupported("dcp_context_kv_lens", ONE_RANK);
     }
+    flash_attn_over(step, metadata, &metadata.seq_lens, &metadata.causal, inputs)
+}
+
+/// Attention of the schedule's rows to their first `seq_lens` keys in the cache.
+pub(super) fn flash_attn_over(
+    step: &mut StepMetadata,
+    metadata: &flash_attn::Metadata,
+    seq_lens: &Tensor,
+    causal: &Causal,
+    inputs: &StepInputs<'_>,
+) -> Result<(), PrepareError> {
     if metadata.mm_prefix_query_range.is_some() {
         return unsupported("mm_prefix_query_range", NO_SPANS);
     }
@@ -34,9 +42,9 @@ pub(super) fn flash_attn(
         num_actual_tokens: metadata.num_actual_tokens,
         max_query_len: metadata.max_query_len,
         query_start_loc: &metadata.query_start_loc,
-        seq_lens: &metadata.seq_lens,
+        seq_lens,
         block_table: &metadata.block_table,
-        causal: &metadata.causal,
+        causal,
         splits: match schedule.num_splits.as_slice() {
             [] => Splits::Alike(1),
             splits => Splits::OfRows(splits),
@@ -94,6 +102,52 @@ pub(super) fn triton_attn(
     Ok(())
 }
 
+/// Rows [first, first + n) of query starts `starts` (n + 1), each attending to its own tokens of this step: key j of a row is
+/// token start + j, in a cache whose blocks are single tokens.
+pub(super) fn own_tokens(
+    step: &mut StepMetadata,
+    starts: &[i32],
+    max_query_len: u32,
+    causal: impl Fn(usize) -> Result<bool, PrepareError>,
+) -> Result<(), PrepareError> {
+    for (row, pair) in starts.windows(2).enumerate() {
+        let q_len = append_row(step, "query_start_loc", (pair[0], pair[1]), max_query_len)?;
+        let page = step.pages.len() as u32;
+        append_checked_pages(step, &(pair[0]..pair[1]).collect::<Vec<i32>>())?;
+        let row_of_tokens = Row {
+            token: pair[0] as u32,
+            q_len,
+            kv_len: (pair[1] - pair[0]) as u32,
+            causal: causal(row)?,
+            page,
+            tile: 0,
+            tile_units: 0,
+        };
+        push_tiled(step, row_of_tokens, Splits::Alike(1))?;
+        append_items(step, Splits::Alike(1), row)?;
+    }
+    Ok(())
+}
+
+/// Row `row`'s flag.
+pub(super) fn causal_of(
+    causal: &Causal,
+    inputs: &StepInputs<'_>,
+    row: usize,
+) -> Result<bool, PrepareError> {
+    match causal {
+        Causal::All(causal) => Ok(*causal),
+        Causal::PerRequest => {
+            let flag = inputs.causal.and_then(|flags| flags.get(row));
+            let flag = flag.ok_or_else(|| {
+                inconsistent("causal", format!("per request, but none for row {row}"))
+            })?;
+            Ok(*flag != 0)
+        }
+    }
+}
+
+const ONE_RANK: &str = "prepare it as the metadata of one rank (cpu::ContextParallelMetadata), or run without decode context parallelism";
 const NO_SPANS: &str = "run this model without multimodal prefixes";
 const NO_RSWA: &str = "run this model without R-SWA";
 
@@ -140,20 +194,10 @@ fn append_rows(
             format!("{} of {num_rows} rows", lengths.len()),
         ));
     }
-    step.num_actual_tokens = call.num_actual_tokens as usize;
-    step.token_rows.resize(scheduled_tokens(step, inputs), NONE);
-
+    begin(step, call.num_actual_tokens, inputs);
     let block_size = step.block_size as u32;
     for row in 0..num_rows {
-        let causal = match call.causal {
-            Causal::All(causal) => *causal,
-            Causal::PerRequest => {
-                let flag = inputs.causal.and_then(|flags| flags.get(row));
-                *flag.ok_or_else(|| {
-                    inconsistent("causal", format!("per request, but none for row {row}"))
-                })? != 0
-            }
-        };
+        let causal = causal_of(call.causal, inputs, row)?;
         let query = (starts[row], starts[row + 1]);
         // A kernel's grid has max_query_len rows: tokens beyond it stay zeros.
         let q_len = append_row(step, "query_start_loc", query, call.max_query_len)?;
@@ -174,26 +218,36 @@ fn append_rows(
             }
             append_checked_pages(step, &table.row(row)[..count])?;
         }
-        let tile = step.slot_indptr.len() as u32 - 1;
-        step.rows.push(Row {
+        let row = Row {
             token: query.0 as u32,
             q_len,
             kv_len,
             causal,
             page,
-            tile,
-            tile_units: TILE_TOKENS,
-        });
-        // Every tile has as many slots as the row has splits with keys.
-        let (splits, _) = splits_of(call.splits, row, kv_len.div_ceil(block_size))?;
-        for _ in 0..q_len.div_ceil(TILE_TOKENS) {
-            let end = step.slot_items.len() + splits as usize;
-            step.slot_items.resize(end, NONE);
-            step.slot_indptr.push(end as u32);
-        }
+            tile: 0,
+            tile_units: 0,
+        };
+        push_tiled(step, row, call.splits)?;
     }
 
     Ok(num_rows)
+}
+
+/// Pushes a row in tiles of `TILE_TOKENS`; every tile has as many slots as the row has splits with keys.
+fn push_tiled(step: &mut StepMetadata, row: Row, splits: Splits<'_>) -> Result<(), PrepareError> {
+    let pages = row.kv_len.div_ceil(step.block_size as u32);
+    let (splits, _) = splits_of(splits, step.rows.len(), pages)?;
+    step.rows.push(Row {
+        tile: step.slot_indptr.len() as u32 - 1,
+        tile_units: TILE_TOKENS,
+        ..row
+    });
+    for _ in 0..row.q_len.div_ceil(TILE_TOKENS) {
+        let end = step.slot_items.len() + splits as usize;
+        step.slot_items.resize(end, NONE);
+        step.slot_indptr.push(end as u32);
+    }
+    Ok(())
 }
 
 /// (splits that have keys, pages of a split) of a row with `pages` pages of keys.
@@ -257,30 +311,47 @@ pub(super) fn flashinfer(
     metadata: &flashinfer::Metadata,
     inputs: &StepInputs<'_>,
 ) -> Result<(), PrepareError> {
-    const TRTLLM: PrepareError = PrepareError::Unsupported {
-        what: "a TensorRT-LLM kernel",
-        remedy: "set trtllm_attention and xqa to false in the builder's device configuration",
-    };
+    begin(step, metadata.num_actual_tokens, inputs);
     step.packed = true;
-    step.num_actual_tokens = metadata.num_actual_tokens as usize;
-    step.token_rows.resize(scheduled_tokens(step, inputs), NONE);
-    match &metadata.decode {
-        Some(flashinfer::Decode::Wrapper(plan)) => append_plan(step, plan, 0, inputs)?,
-        Some(flashinfer::Decode::Trtllm(_)) => return Err(TRTLLM),
-        None => {}
+    let (decode, prefill) = plans(metadata)?;
+    if let Some(plan) = decode {
+        append_plan(step, plan, 0, inputs)?;
     }
-    match &metadata.prefill {
-        Some(flashinfer::Prefill::Wrapper(plan)) => {
-            append_plan(step, plan, metadata.num_decode_tokens, inputs)?;
-        }
-        Some(flashinfer::Prefill::Trtllm(_)) => return Err(TRTLLM),
-        None => {}
+    if let Some(plan) = prefill {
+        append_plan(step, plan, metadata.num_decode_tokens, inputs)?;
     }
     Ok(())
 }
 
+/// The plans of decodes and of prefills.
+pub(super) fn plans(
+    metadata: &flashinfer::Metadata,
+) -> Result<(Option<&flashinfer::Plan>, Option<&flashinfer::Plan>), PrepareError> {
+    const TRTLLM: PrepareError = PrepareError::Unsupported {
+        what: "a TensorRT-LLM kernel",
+        remedy: "set trtllm_attention and xqa to false in the builder's device configuration",
+    };
+    let decode = match &metadata.decode {
+        Some(flashinfer::Decode::Wrapper(plan)) => Some(plan),
+        Some(flashinfer::Decode::Trtllm(_)) => return Err(TRTLLM),
+        None => None,
+    };
+    let prefill = match &metadata.prefill {
+        Some(flashinfer::Prefill::Wrapper(plan)) => Some(plan),
+        Some(flashinfer::Prefill::Trtllm(_)) => return Err(TRTLLM),
+        None => None,
+    };
+    Ok((decode, prefill))
+}
+
+/// The tokens that rows may have.
+pub(super) fn begin(step: &mut StepMetadata, num_actual_tokens: u32, inputs: &StepInputs<'_>) {
+    step.num_actual_tokens = num_actual_tokens as usize;
+    step.token_rows.resize(scheduled_tokens(step, inputs), NONE);
+}
+
 /// Appends one part (decodes or prefills), whose first token is `first_token`.
-fn append_plan(
+pub(super) fn append_plan(
     step: &mut StepMetadata,
     plan: &flashinfer::Plan,
     first_token: u32,
@@ -418,12 +489,15 @@ fn append_plan_rows(
     first_token: u32,
     inputs: &StepInputs<'_>,
 ) -> Result<PartLayout, PrepareError> {
-    if plan.dcp_world_size > 1 || plan.function == flashinfer::PlanFunction::BatchDcpPrefillPlan {
+    let of_rank = plan.function == flashinfer::PlanFunction::BatchDcpPrefillPlan;
+    if plan.dcp_world_size != step.dcp_world_size || (of_rank && plan.dcp_world_size == 1) {
         return Err(PrepareError::Unsupported {
             what: "dcp_world_size",
-            remedy: "run without decode context parallelism",
+            remedy: ONE_RANK,
         });
     }
+    // The keys of a rank are every query's past: a decode's own token is the last, a prefill's plan covers its context.
+    let causal = plan.causal && plan.dcp_world_size == 1;
     if plan.page_size as usize != step.block_size {
         return Err(inconsistent(
             "page_size",
@@ -518,7 +592,7 @@ fn append_plan_rows(
             token: query.0 as u32,
             q_len,
             kv_len,
-            causal: plan.causal,
+            causal,
             page,
             tile,
             tile_units: plan.work.cta_tile_q,

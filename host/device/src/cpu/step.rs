@@ -77,6 +77,8 @@ pub struct StepMetadata {
     pub(super) family: Option<Family>,
     pub(super) block_size: usize,
     pub(super) num_actual_tokens: usize,
+    /// Ranks that the keys are divided among; 1 but for a pass of `ContextParallelMetadata`.
+    pub(super) dcp_world_size: u32,
     /// One more than the largest page.
     pub(super) num_blocks_used: usize,
     /// One per plan.
@@ -173,6 +175,7 @@ impl StepMetadata {
 
     pub(super) fn clear(&mut self) {
         self.family = None;
+        self.dcp_world_size = 1;
         self.num_actual_tokens = 0;
         self.num_blocks_used = 0;
         self.packed = false;
