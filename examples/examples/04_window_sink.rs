@@ -1,27 +1,26 @@
-//! 04: attention to a part of the context, by a builder of one's own, as far as the operator grants it.
+//! 04: attention to a part of the context, as far as the operator grants it.
 //!
 //! ```text
 //! cargo run --release -p timetable-examples --example 04_window_sink
 //! ```
 //!
-//! The builder (`examples/04_window_sink`) keeps the first keys of a request and a window of recent ones, in whole pages. It is
-//! compiled here, loaded into the sandbox, and asked for one step twice. Without a grant the verifier refuses what it built and
+//! The builder (`guest-builders/flashinfer-window-sink`, embedded as a component) keeps the first keys of a request and a window
+//! of recent ones, in whole pages. It is loaded into the sandbox, and asked for one step twice. Without a grant the verifier refuses what it built and
 //! the plain builder serves the step, over every key. Under `subset` the CPU device executes the selection: the output is that of
 //! attention in float64 over the kept keys, although every key that was left out is poisoned.
 
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use timetable_attention::{
     Grant, Verifier, VerifyContext, describe::DescribedStep, plain_builder, verify_step,
 };
-use timetable_componentize::GuestBuild;
 use timetable_device::{
     cpu::{AttentionConfig, CacheDtype, KvCache, StepMetadata, new_impl},
     reference,
 };
 use timetable_examples::{noise, step};
+use timetable_reference::component;
 use timetable_sandbox::{BuiltBy, GroupBuilder, GroupSetup, Limits, Sandbox};
 
 /// Options of the builder, in keys.
@@ -53,23 +52,6 @@ pub struct Outcome {
     pub subset: Served,
 }
 
-/// Compiles the builder and wraps it into a component.
-fn component() -> Result<Vec<u8>> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let target = std::env::var_os("CARGO_TARGET_DIR");
-    let build = GuestBuild {
-        // Its .cargo/config.toml has the flags.
-        directory: root.join("guest-builders"),
-        target_dir: target
-            .map_or_else(|| root.join("target"), PathBuf::from)
-            .join("example-guests"),
-        packages: vec!["window-sink-builder".to_owned()],
-        profile: "guest".to_owned(),
-    };
-    let mut guests = build.run()?;
-    Ok(guests.pop().context("one package, one component")?.bytes)
-}
-
 /// The keys that the builder's policy keeps of a request.
 fn kept(query: usize, keys: usize) -> Vec<usize> {
     let window = (keys - query + 1).saturating_sub(WINDOW) / PAGE * PAGE;
@@ -77,10 +59,11 @@ fn kept(query: usize, keys: usize) -> Vec<usize> {
     (0..sink).chain(window..keys).collect()
 }
 
-fn serve(bytes: &[u8], described: &DescribedStep, grant: Grant) -> Result<Served> {
+fn serve(described: &DescribedStep, grant: Grant) -> Result<Served> {
     // The host's side of a builder: the sandbox, the component, the group.
     let sandbox = Sandbox::new(Limits::default())?;
-    let component = sandbox.load(bytes)?;
+    let embedded = component("flashinfer-window-sink").context("an embedded component")?;
+    let component = sandbox.load(embedded.bytes)?;
     let mut config = described.config.clone();
     config.options = vec![
         ("sink".to_owned(), SINK.to_string()),
@@ -93,7 +76,7 @@ fn serve(bytes: &[u8], described: &DescribedStep, grant: Grant) -> Result<Served
         plain: plain.map_err(|error| anyhow::anyhow!(error.message))?,
         acceptance: None,
     };
-    let mut group = GroupBuilder::new(&sandbox, setup, &component, "examples/04_window_sink")?;
+    let mut group = GroupBuilder::new(&sandbox, setup, &component, embedded.name)?;
 
     // One step, verified under the grant.
     let inputs = described.inputs(&[]);
@@ -185,12 +168,11 @@ fn serve(bytes: &[u8], described: &DescribedStep, grant: Grant) -> Result<Served
     })
 }
 
-/// Builds the component and serves the step twice.
+/// Serves the step twice.
 pub fn run() -> Result<Outcome> {
-    let bytes = component()?;
     let described = step(&REQUESTS)?;
-    let exact = serve(&bytes, &described, Grant::Exact)?;
-    let subset = serve(&bytes, &described, Grant::Subset)?;
+    let exact = serve(&described, Grant::Exact)?;
+    let subset = serve(&described, Grant::Subset)?;
     ensure!(
         subset.by_component,
         "under the grant the component serves: {:?}",

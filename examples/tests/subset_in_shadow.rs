@@ -1,30 +1,14 @@
-//! Example 04's builder as a candidate beside the reference builder: that it attends to other keys is seen in shadow, and a gate
+//! The builder of example 04 as a candidate beside the reference builder: that it attends to other keys is seen in shadow, and a gate
 //! decides about it.
 
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use timetable_attention::{Grant, Verifier, VerifyContext, plain_builder};
-use timetable_componentize::GuestBuild;
 use timetable_examples::step;
 use timetable_sandbox::{
     BuiltBy, CandidateStatus, Companions, Gates, GroupBuilder, GroupSetup, Limits, ReloadPlan,
     Sandbox, Stage,
 };
-
-fn component() -> Vec<u8> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let target = std::env::var_os("CARGO_TARGET_DIR");
-    let build = GuestBuild {
-        directory: root.join("guest-builders"),
-        target_dir: target
-            .map_or_else(|| root.join("target"), PathBuf::from)
-            .join("example-guests"),
-        packages: vec!["window-sink-builder".to_owned()],
-        profile: "guest".to_owned(),
-    };
-    build.run().expect("the guest compiles").remove(0).bytes
-}
 
 #[test]
 fn other_keys_are_a_difference_that_a_gate_may_allow() {
@@ -32,7 +16,8 @@ fn other_keys_are_a_difference_that_a_gate_may_allow() {
     let sandbox = Sandbox::new(Limits::default()).expect("a sandbox");
     let reference = timetable_reference::component("flashinfer").expect("embedded");
     let reference = sandbox.load(reference.bytes).expect("it loads");
-    let candidate = sandbox.load(&component()).expect("it loads");
+    let candidate = timetable_reference::component("flashinfer-window-sink").expect("embedded");
+    let candidate = sandbox.load(candidate.bytes).expect("it loads");
     let setup = GroupSetup {
         name: "layers.0".to_owned(),
         config: described.config.clone(),

@@ -9,10 +9,11 @@ use std::{
     process::{Command, ExitCode},
 };
 
-const PACKAGES: [&str; 13] = [
+const PACKAGES: [&str; 14] = [
     "flash-attn-builder",
     "flash-attn-fixed-split-builder",
     "flashinfer-builder",
+    "flashinfer-window-sink-builder",
     "triton-attn-builder",
     "flash-mla-builder",
     "flash-attn-mla-builder",
@@ -26,7 +27,7 @@ const PACKAGES: [&str; 13] = [
 ];
 
 /// What a component is made of.
-const SOURCES: [&str; 16] = [
+const SOURCES: [&str; 17] = [
     "guest-builders/.cargo/config.toml",
     "guest-builders/componentize",
     "guest-builders/sdk/src",
@@ -34,6 +35,7 @@ const SOURCES: [&str; 16] = [
     "guest-builders/flash-attn",
     "guest-builders/flash-attn-fixed-split",
     "guest-builders/flashinfer",
+    "guest-builders/flashinfer-window-sink",
     "guest-builders/triton-attn",
     "guest-builders/flash-mla",
     "guest-builders/flash-attn-mla",

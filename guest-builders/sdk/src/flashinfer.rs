@@ -3,6 +3,8 @@
 //!
 //! It must never know why a builder chooses: into how long chunks keys are divided and which pages are read is its business.
 
+use core::ops::Range;
+
 use timetable_types::{
     BuildError, BuilderConfig, BuilderInfo, CaptureShape, Causal, CommonAttentionMetadata,
     CudagraphSupport, ErrorKind, HostInput, Input, LaunchPromise, PageSelection, RowRange, Tensor,
@@ -103,6 +105,27 @@ impl Selection {
             let first = part.first_seen_page(row);
             let seen = columns(row).into_iter().filter(|&column| column >= first);
             selection.columns.extend(seen);
+            selection.indptr.push(selection.columns.len() as i32);
+        }
+        selection
+    }
+
+    /// As [`Selection::new`], from runs of pages in rising order: a tenth of the fuel where runs are long.
+    pub fn of_runs<const N: usize>(
+        part: &Part<'_>,
+        mut runs: impl FnMut(usize) -> [Range<u32>; N],
+    ) -> Self {
+        let rows = part.seq_lens.len();
+        let mut selection = Self {
+            indptr: Vec::with_capacity(rows + 1),
+            columns: Vec::new(),
+        };
+        selection.indptr.push(0);
+        for row in 0..rows {
+            let first = part.first_seen_page(row);
+            for run in runs(row) {
+                selection.columns.extend(run.start.max(first)..run.end);
+            }
             selection.indptr.push(selection.columns.len() as i32);
         }
         selection

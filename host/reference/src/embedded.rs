@@ -1,5 +1,6 @@
 //! The components. Built by `build.rs` from `guest-builders/`. It must never know what they contain.
 
+use timetable_attention::Grant;
 use timetable_types::Family;
 
 /// A reference component.
@@ -13,16 +14,19 @@ pub struct Embedded {
     pub backend: &'static str,
     /// Is it the backend's default builder?
     pub default: bool,
+    /// What an operator has to grant it; without, its metadata are refused and the plain builder serves.
+    pub grant: Grant,
     /// The component.
     pub bytes: &'static [u8],
 }
 
-const COMPONENTS: [Embedded; 8] = [
+const COMPONENTS: [Embedded; 9] = [
     Embedded {
         name: "flash-attn",
         family: Family::FlashAttn,
         backend: "FLASH_ATTN",
         default: true,
+        grant: Grant::Exact,
         bytes: include_bytes!(concat!(env!("OUT_DIR"), "/flash-attn-builder.wasm")),
     },
     Embedded {
@@ -30,6 +34,7 @@ const COMPONENTS: [Embedded; 8] = [
         family: Family::FlashAttn,
         backend: "FLASH_ATTN",
         default: false,
+        grant: Grant::Exact,
         bytes: include_bytes!(concat!(
             env!("OUT_DIR"),
             "/flash-attn-fixed-split-builder.wasm"
@@ -40,13 +45,26 @@ const COMPONENTS: [Embedded; 8] = [
         family: Family::Flashinfer,
         backend: "FLASHINFER",
         default: true,
+        grant: Grant::Exact,
         bytes: include_bytes!(concat!(env!("OUT_DIR"), "/flashinfer-builder.wasm")),
+    },
+    Embedded {
+        name: "flashinfer-window-sink",
+        family: Family::Flashinfer,
+        backend: "FLASHINFER",
+        default: false,
+        grant: Grant::Subset,
+        bytes: include_bytes!(concat!(
+            env!("OUT_DIR"),
+            "/flashinfer-window-sink-builder.wasm"
+        )),
     },
     Embedded {
         name: "triton-attn",
         family: Family::TritonAttn,
         backend: "TRITON_ATTN",
         default: true,
+        grant: Grant::Exact,
         bytes: include_bytes!(concat!(env!("OUT_DIR"), "/triton-attn-builder.wasm")),
     },
     Embedded {
@@ -54,6 +72,7 @@ const COMPONENTS: [Embedded; 8] = [
         family: Family::FlashMla,
         backend: "FLASHMLA",
         default: true,
+        grant: Grant::Exact,
         bytes: include_bytes!(concat!(env!("OUT_DIR"), "/flash-mla-builder.wasm")),
     },
     Embedded {
@@ -61,6 +80,7 @@ const COMPONENTS: [Embedded; 8] = [
         family: Family::FlashMla,
         backend: "FLASH_ATTN_MLA",
         default: true,
+        grant: Grant::Exact,
         bytes: include_bytes!(concat!(env!("OUT_DIR"), "/flash-attn-mla-builder.wasm")),
     },
     Embedded {
@@ -68,6 +88,7 @@ const COMPONENTS: [Embedded; 8] = [
         family: Family::FlashMla,
         backend: "TRITON_MLA",
         default: true,
+        grant: Grant::Exact,
         bytes: include_bytes!(concat!(env!("OUT_DIR"), "/triton-mla-builder.wasm")),
     },
     Embedded {
@@ -75,6 +96,7 @@ const COMPONENTS: [Embedded; 8] = [
         family: Family::Mamba,
         backend: "MAMBA",
         default: true,
+        grant: Grant::Exact,
         bytes: include_bytes!(concat!(env!("OUT_DIR"), "/mamba-builder.wasm")),
     },
 ];

@@ -111,6 +111,9 @@ pub fn native_twin(
             Box::new(Native::<flash_attn_fixed_split_builder::FixedSplits>::create(config)?)
         }
         "flashinfer" => Box::new(Native::<flashinfer_builder::PlannedWork>::create(config)?),
+        "flashinfer-window-sink" => {
+            Box::new(Native::<flashinfer_window_sink_builder::WindowSink>::create(config)?)
+        }
         "triton-attn" => Box::new(Native::<triton_attn_builder::SoftmaxSegments>::create(
             config,
         )?),

@@ -196,7 +196,7 @@ fn an_unknown_builder_is_named_with_those_that_exist() {
     assert!(
         error
             .to_string()
-            .contains("flash-attn, flash-attn-fixed-split, flashinfer, triton-attn, flash-mla, flash-attn-mla, triton-mla, mamba"),
+            .contains("flash-attn, flash-attn-fixed-split, flashinfer, flashinfer-window-sink, triton-attn, flash-mla, flash-attn-mla, triton-mla, mamba"),
         "{error}"
     );
 }

@@ -40,7 +40,10 @@ impl<'a> Suite<'a> {
             let builder = (self.make)(&config);
             (config, builder)
         });
-        check_info(builder.info(), entry)?;
+        // A run of the whole engine recorded no builder's attributes.
+        if entry.get("builder").is_some() {
+            check_info(builder.info(), entry)?;
+        }
         let built = match case.method.as_str() {
             "build" => builder.build(&case.common, false),
             "capture" => builder.build_for_cudagraph_capture(&case.common),
@@ -78,7 +81,9 @@ fn mla_config(entry: &Value) -> BuilderConfig {
     config.kv_cache_spec.num_kv_heads = 1;
     config.kv_cache_spec.head_size = 576;
     config.kv_cache_spec.head_size_v = 0;
-    config.attention.num_heads = entry["builder"]["num_heads"].as_u64().expect("heads") as u32;
+    let heads = entry["builder"]["num_heads"].as_u64();
+    let heads = heads.or(entry["config"]["num_heads"].as_u64());
+    config.attention.num_heads = heads.expect("heads") as u32;
     config.attention.kv_lora_rank = 512;
     config.attention.qk_rope_head_dim = 64;
     // The field sizes the workspace by the cache's block of 16 tokens, whatever the group's: in the recording of FLASHMLA, whose

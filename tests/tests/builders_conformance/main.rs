@@ -18,7 +18,8 @@ use timetable_sandbox::{Limits, Sandbox, WasmBuilder};
 use timetable_types::{BuilderConfig, Family};
 
 /// How a builder is made from a configuration.
-type Make<'a> = &'a dyn Fn(&BuilderConfig) -> Box<dyn MetadataBuilder>;
+type MakeBuilder = dyn Fn(&BuilderConfig) -> Box<dyn MetadataBuilder>;
+type Make<'a> = &'a MakeBuilder;
 
 /// Runs every case of the file; prints passed/total, and fails with the first few differences.
 fn run(
@@ -114,9 +115,10 @@ fn a_family_has_rules_and_everything_else_or_nothing() {
     }
 }
 
-fn native(name: &str) -> impl Fn(&BuilderConfig) -> Box<dyn MetadataBuilder> {
+fn native(name: &str) -> impl Fn(&BuilderConfig) -> Box<dyn MetadataBuilder> + use<> {
+    let name = name.to_owned();
     move |config| {
-        timetable_reference::native_twin(name, config).expect("the twin takes the configuration")
+        timetable_reference::native_twin(&name, config).expect("the twin takes the configuration")
     }
 }
 
@@ -176,23 +178,46 @@ fn mamba_natively() {
     }
 }
 
-/// What the builders did while the field's engine ran a Mamba2 model and one of Qwen3-Next's kind.
-#[test]
-fn mamba_in_recorded_runs_of_an_engine() {
-    let make = native("mamba");
-    for (run, builder, steps) in [
-        ("mamba2_mrv2", "Mamba2AttentionMetadataBuilder", 14),
-        ("qwen3next_mrv2", "GDNAttentionMetadataBuilder", 21),
-    ] {
-        let file = vectors::File::steps(run, builder);
-        assert_eq!(file.cases.len(), steps, "{run}");
-        let mut suite = mamba::Suite::new(&make, builder);
-        run_file("native", run, &file, |file, case| suite.check(file, case));
+/// What the builders did while the field's engine ran: the run, its builder there, the component, and steps.
+const RUNS: [(&str, &str, &str, usize); 3] = [
+    ("mamba2_mrv2", "Mamba2AttentionMetadataBuilder", "mamba", 14),
+    ("qwen3next_mrv2", "GDNAttentionMetadataBuilder", "mamba", 21),
+    // DeepSeek-V2 on the field's CPU backend, whose builder is the MLA common one: TRITON_MLA adds nothing to it.
+    (
+        "dsv2_mrv2_cpu_mla",
+        "MLACommonMetadataBuilder",
+        "triton-mla",
+        13,
+    ),
+];
+
+fn run_recorded(how: &str, make: impl Fn(&str) -> Box<MakeBuilder>) {
+    for (name, recorded, builder, steps) in RUNS {
+        let make = make(builder);
+        let file = vectors::File::steps(name, recorded);
+        assert_eq!(file.cases.len(), steps, "{name}");
+        if builder == "mamba" {
+            let mut suite = mamba::Suite::new(&*make, recorded);
+            run_file(how, name, &file, |file, case| suite.check(file, case));
+        } else {
+            let mut suite = flash_mla::Suite::new(&*make);
+            run_file(how, name, &file, |file, case| suite.check(file, case));
+        }
     }
 }
 
+#[test]
+fn recorded_runs_of_an_engine_natively() {
+    run_recorded("native", |name| Box::new(native(name)));
+}
+
+#[test]
+fn recorded_runs_of_an_engine_as_components() {
+    run_recorded("component", |name| Box::new(component(name)));
+}
+
 /// The component called `name`, in a sandbox with the default limits.
-fn component(name: &str) -> impl Fn(&BuilderConfig) -> Box<dyn MetadataBuilder> {
+fn component(name: &str) -> impl Fn(&BuilderConfig) -> Box<dyn MetadataBuilder> + use<> {
     let sandbox = Sandbox::new(Limits::default()).expect("the sandbox starts");
     let embedded = timetable_reference::component(name).expect("an embedded component");
     let component = sandbox.load(embedded.bytes).expect("the component loads");

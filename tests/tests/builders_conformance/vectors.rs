@@ -58,15 +58,27 @@ impl File {
         let steps = run["steps"].as_array().expect("steps").iter();
         let of_builder = steps.filter(|step| step["builder"] == builder);
         let cases = of_builder.clone().enumerate().map(|(id, step)| {
-            Case::parse(&json!({
+            let mut case = Case::parse(&json!({
                 "id": id,
                 "kind": "engine step",
                 "input": { "config": 0, "method": "build", "cam": step["cam"] },
                 "output": { "metadata": step["metadata"] },
-            }))
+            }));
+            // The recording leaves out the table's last columns, where no row has a block.
+            let width = step["block_table_width"].as_u64().expect("a width");
+            case.common.block_table_width = width as u32;
+            for row in &mut case.tensors.block_table {
+                row.resize(width as usize, 0);
+            }
+            case
         });
+        let block_size = match &run["mamba_block_size"] {
+            Value::Null => &run["block_size"],
+            size => size,
+        };
         let config = json!({
-            "block_size": run["mamba_block_size"],
+            "block_size": block_size,
+            "num_heads": run["model"]["num_attention_heads"],
             "compute_capability": "0.0",
             "cudagraph_mode": "NONE",
         });

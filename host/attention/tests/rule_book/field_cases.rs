@@ -346,6 +346,15 @@ fn field_case_16_pages_of_padded_rows() {
 }
 
 #[test]
+fn field_case_17_running_sums_repeat_the_last() {
+    // Split counts as a running sum, 3 rows, in the buffers of a graph of 6.
+    assert_eq!(
+        batch::pad_query_start_loc(&[0, 1, 3, 4], 6),
+        [0, 1, 3, 4, 4, 4, 4]
+    );
+}
+
+#[test]
 fn field_case_19_every_buffer_has_the_captured_size() {
     let sizes: Vec<u32> = (1..=17).map(|n| 8 * n).collect();
     let dispatcher = CudagraphDispatcher::new(CudagraphMode::FullDecodeOnly, 4, 64, &sizes, &[0])

@@ -1,6 +1,7 @@
 //! `components`: the reference components in this binary.
 
 use serde_json::json;
+use timetable_attention::Grant;
 use timetable_reference::components;
 use timetable_sandbox::ContentHash;
 
@@ -35,6 +36,7 @@ pub fn run(arguments: &Components) -> Result<(), Failure> {
                     "name": component.name,
                     "backend": component.backend,
                     "default": component.default,
+                    "grant": component.grant,
                     "bytes": component.bytes.len(),
                     "component": hash(component.bytes).to_hex(),
                 })
@@ -49,10 +51,21 @@ pub fn run(arguments: &Components) -> Result<(), Failure> {
                 component.name.to_owned(),
                 component.backend.to_owned(),
                 if component.default { "yes" } else { "" }.to_owned(),
+                match component.grant {
+                    Grant::Exact => "",
+                    Grant::Subset => "subset",
+                }
+                .to_owned(),
                 component.bytes.len().to_string(),
                 hash(component.bytes).to_string(),
             ]
         })
         .collect();
-    print(table(&["NAME", "BACKEND", "DEFAULT", "BYTES", "COMPONENT"], &rows).as_bytes())
+    print(
+        table(
+            &["NAME", "BACKEND", "DEFAULT", "GRANT", "BYTES", "COMPONENT"],
+            &rows,
+        )
+        .as_bytes(),
+    )
 }

@@ -10,6 +10,8 @@ mod dcp;
 mod fast_prefill;
 mod local;
 mod scenario;
+mod speculation;
+mod subset;
 mod triton;
 mod ubatch;
 mod windows;

@@ -4,7 +4,7 @@
 use rand::{Rng, seq::SliceRandom};
 use rand_pcg::Pcg64Mcg;
 use timetable_attention::{
-    Grant, VerifyContext,
+    Grant, Refusal, VerifyContext,
     batch::{GroupStep, SlotRule, StepTensors, slot_mapping_into},
     verify, verify_step,
 };
@@ -329,26 +329,36 @@ pub fn family(name: &str) -> Family {
     component(name).expect("a reference builder").family
 }
 
-/// The verified metadata of the step by the builder called `name`.
+/// The metadata of the step by the builder called `name`, verified under the grant that it needs.
 pub fn build(name: &str, config: &BuilderConfig, step: &GroupStep, num_blocks: u32) -> Metadata {
     let mut builder = native_twin(name, config).expect("the builder takes the configuration");
     let metadata = builder.build(&step.cam, false).expect("the builder builds");
+    let grant = component(name).expect("a reference builder").grant;
+    if let Err(refusal) = verified(config, step, num_blocks, grant, &metadata) {
+        panic!("{name}: {refusal}");
+    }
+    metadata
+}
+
+/// The step, then the metadata by the verifier's rules.
+pub fn verified(
+    config: &BuilderConfig,
+    step: &GroupStep,
+    num_blocks: u32,
+    grant: Grant,
+    metadata: &Metadata,
+) -> Result<(), Refusal> {
     let inputs = step.tensors.inputs();
     let context = VerifyContext {
         config,
         common: &step.cam,
         inputs: &inputs,
         promise: None,
-        grant: Grant::Exact,
+        grant,
         num_blocks,
     };
-    if let Err(refusal) = verify_step(&context) {
-        panic!("{name}: the step: {refusal}");
-    }
-    if let Err(refusal) = verify(&metadata, &context) {
-        panic!("{name}: {refusal}");
-    }
-    metadata
+    verify_step(&context)?;
+    verify(metadata, &context)
 }
 
 /// Builds, verifies, prepares and runs; output and log-sum-exps are NaN before.
@@ -362,6 +372,17 @@ pub fn serve(
     cache: &KvCache,
 ) -> Served {
     let metadata = build(name, config, step, num_blocks);
+    run(metadata, step, layer, query, cache)
+}
+
+/// Prepares metadata and runs them.
+pub fn run(
+    metadata: Metadata,
+    step: &GroupStep,
+    layer: &AttentionConfig,
+    query: &[f32],
+    cache: &KvCache,
+) -> Served {
     let mut prepared = StepMetadata::new();
     prepared
         .prepare(&metadata, &step.tensors.inputs(), layer.block_size as u32)

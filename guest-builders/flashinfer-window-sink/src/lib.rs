@@ -1,11 +1,8 @@
-//! 04, the builder: FLASHINFER over a part of the context. Of each request it keeps the pages with the first keys (the "sink", which
-//! models put much weight on) and those within a window before the step's first query; what lies between is not read.
+//! FLASHINFER over a part of the context. Of each request it keeps the pages with the first keys (the "sink", which models put
+//! much weight on) and those within a window before the step's first query; what lies between is not read.
 //!
-//! It may do so only where the operator granted `subset`: `examples/examples/04_window_sink.rs` shows both.
-//!
-//! ```text
-//! cargo run --release -p timetable-examples --example 04_window_sink
-//! ```
+//! It may do so only where the operator granted `subset`: `examples/examples/04_window_sink.rs` shows both. Options: `sink`, keys
+//! at the beginning (4), and `window`, keys before a query with the query's own (1,024). It must never know a block id.
 
 use timetable_guest::{
     Builder, export_flashinfer,
@@ -61,9 +58,9 @@ impl Builder for WindowSink {
         _fast_build: bool,
     ) -> Result<Metadata, BuildError> {
         self.record.build(common, |part| Choice {
-            selection: Some(Selection::new(part, |row| {
+            selection: Some(Selection::of_runs(part, |row| {
                 let (sink, window) = self.kept(part, row);
-                (0..sink).chain(window..part.pages(row))
+                [0..sink, window..part.pages(row)]
             })),
             ..Choice::one_chunk()
         })
