@@ -38,6 +38,25 @@ fn defines(text: &str, pattern: &str) -> bool {
     })
 }
 
+/// A row of the table of field cases for each of them, in order, that names a test of a case or says which holds it.
+#[test]
+fn every_field_case_has_a_test() {
+    let specification = fs::read_to_string(format!("{ROOT}/SPECIFICATION.md")).expect("it exists");
+    let table = specification
+        .lines()
+        .skip_while(|line| !line.starts_with("| case |"));
+    let rows: Vec<Vec<&str>> = table
+        .skip(2)
+        .take_while(|line| line.starts_with('|'))
+        .map(|line| line.trim_matches('|').split('|').map(str::trim).collect())
+        .collect();
+    let numbers: Vec<usize> = rows.iter().filter_map(|row| row[0].parse().ok()).collect();
+    assert_eq!(numbers, (1..=30).collect::<Vec<_>>());
+    for row in &rows {
+        assert!(row[2].contains(".rs::"), "case {} names no test", row[0]);
+    }
+}
+
 #[test]
 fn every_test_that_the_specification_names_exists() {
     let specification = fs::read_to_string(format!("{ROOT}/SPECIFICATION.md")).expect("it exists");

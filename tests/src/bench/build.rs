@@ -34,6 +34,15 @@ const CASES: [(&str, u32, Option<f64>); 9] = [
     ("flashinfer", 1024, Some(40.0)),
 ];
 
+/// Builders of the mixed step of 256 rows, with the bar in µs.
+const MIXED: [(&str, f64); 5] = [
+    ("triton-attn", 2.0),
+    ("flashinfer", 25.0),
+    ("flash-mla", 10.0),
+    ("flash-attn-mla", 10.0),
+    ("triton-mla", 10.0),
+];
+
 /// Types of layers that keep states, with the bar in µs for the mixed step of 256 rows.
 const STATEFUL: [(MambaType, Option<f64>); 5] = [
     (MambaType::Mamba2, Some(15.0)),
@@ -43,51 +52,106 @@ const STATEFUL: [(MambaType, Option<f64>); 5] = [
     (MambaType::Linear, None),
 ];
 
+/// The longest context of the context plan.
+const LONG_CONTEXT: u32 = 131_072;
+
 pub(super) fn measure() -> Vec<Row> {
-    let decodes = CASES.iter().flat_map(|&(name, rows, bar)| {
-        let common = batch(rows, 0, LONGEST, LONGEST / PAGE).cam;
-        run(
-            name,
-            &format!("{rows} rows"),
-            &config(LONGEST),
-            &common,
-            bar,
-        )
-    });
-    let mixed = STATEFUL.iter().flat_map(|&(mamba_type, bar)| {
+    let mut rows = Vec::new();
+    for (name, decodes, bar) in CASES {
+        let common = batch(decodes, 0, LONGEST, LONGEST / PAGE).cam;
+        let case = format!("{decodes} rows");
+        rows.extend(run(name, &case, &config(LONGEST), &common, bar));
+    }
+    for (name, bar) in MIXED {
         let mut config = config(LONGEST);
-        config.kv_cache_spec.kind = KvCacheSpecKind::Mamba;
-        config.kv_cache_spec.mamba = Some(MambaSpec {
-            mamba_type,
-            cache_mode: MambaCacheMode::None,
-            num_speculative_blocks: 0,
-            chunk_size: 256,
-        });
+        if name.ends_with("mla") {
+            latent(name, &mut config);
+        }
+        let common = mixed_step(256);
+        rows.extend(run(name, "256 rows, mixed", &config, &common, Some(bar)));
+    }
+    for (mamba_type, bar) in STATEFUL {
         let case = format!("{mamba_type:?}, 256 rows, mixed");
-        run("mamba", &case, &config, &mixed_step(256), bar)
-    });
-    decodes.chain(mixed).collect()
+        let config = stateful(mamba_type);
+        rows.extend(run("mamba", &case, &config, &mixed_step(256), bar));
+    }
+    // What grows with context and with tokens: the chunks of a context, and those of a scan.
+    let mut long = config(LONG_CONTEXT + 128);
+    latent("triton-mla", &mut long);
+    let contexts = prefills((0..64).map(|row| (128, (row + 1) * LONG_CONTEXT as i32 / 64)));
+    let case = "64 prefills to 128 k context";
+    rows.extend(run("triton-mla", case, &long, &contexts, Some(200.0)));
+    let mut scan = stateful(MambaType::Mamba2);
+    scan.scheduler.max_num_batched_tokens = 16_384;
+    let tokens = prefills((0..16).map(|row| (1_024, row * 1_000)));
+    let case = "Mamba2, 16 k tokens of 16 prefills";
+    rows.extend(run("mamba", case, &scan, &tokens, Some(50.0)));
+    rows
 }
 
-/// Decodes, four chunks of 512 tokens of prompts that have 2,048 already, and four prompts of 512.
+/// One layer of DeepSeek's sizes: 16 heads on this rank, a latent of 512 with a rotary part of 64.
+fn latent(name: &str, config: &mut BuilderConfig) {
+    let spec = &mut config.kv_cache_spec;
+    spec.kind = KvCacheSpecKind::MlaAttention;
+    spec.num_kv_heads = 1;
+    spec.head_size = 576;
+    spec.head_size_v = 0;
+    if name == "flash-mla" {
+        spec.block_size = 64;
+    }
+    config.attention.num_heads = 16;
+    config.attention.kv_lora_rank = 512;
+    config.attention.qk_rope_head_dim = 64;
+}
+
+fn stateful(mamba_type: MambaType) -> BuilderConfig {
+    let mut config = config(LONGEST);
+    config.kv_cache_spec.kind = KvCacheSpecKind::Mamba;
+    config.kv_cache_spec.mamba = Some(MambaSpec {
+        mamba_type,
+        cache_mode: MambaCacheMode::None,
+        num_speculative_blocks: 0,
+        chunk_size: 256,
+    });
+    config
+}
+
+/// Decodes of 1,001 to 2,000 keys, four chunks of 512 tokens of prompts that have 2,048 already, and four prompts of 512.
 fn mixed_step(rows: u32) -> CommonAttentionMetadata {
-    let mut common = batch(rows - 8, 0, 2_000, 2_000 / PAGE).cam;
+    let mut common = batch(rows - 8, 0, 1_000, 1_000 / PAGE + 1).cam;
     common
         .seq_lens_cpu_upper_bound
         .iter_mut()
         .for_each(|len| *len += 1_000);
     common.is_prefilling = vec![0; rows as usize - 8];
-    for context in [2_048, 2_048, 2_048, 2_048, 0, 0, 0, 0] {
+    let contexts = [2_048, 2_048, 2_048, 2_048, 0, 0, 0, 0];
+    add_prefills(
+        &mut common,
+        contexts.into_iter().map(|context| (512, context)),
+    );
+    common
+}
+
+/// Rows of (tokens, context) that prefill.
+fn prefills(rows: impl Iterator<Item = (i32, i32)>) -> CommonAttentionMetadata {
+    let mut common = batch(0, 0, 1, 1).cam;
+    add_prefills(&mut common, rows);
+    common
+}
+
+fn add_prefills(common: &mut CommonAttentionMetadata, rows: impl Iterator<Item = (i32, i32)>) {
+    for (tokens, context) in rows {
         let start = common.num_actual_tokens as i32;
-        common.query_start_loc_cpu.push(start + 512);
-        common.seq_lens_cpu_upper_bound.push(512 + context);
+        common.query_start_loc_cpu.push(start + tokens);
+        common.seq_lens_cpu_upper_bound.push(tokens + context);
         common.is_prefilling.push(1);
         common.num_reqs += 1;
-        common.num_actual_tokens += 512;
+        common.num_actual_tokens += tokens as u32;
+        common.max_query_len = common.max_query_len.max(tokens as u32);
     }
-    common.max_query_len = 512;
-    common.max_seq_len = 3_000;
-    common
+    common.slot_mapping_len = common.num_actual_tokens;
+    let longest = common.seq_lens_cpu_upper_bound.iter().copied().max();
+    common.max_seq_len = longest.unwrap_or(0) as u32;
 }
 
 fn shape(metadata: &Metadata) -> String {
@@ -105,6 +169,16 @@ fn shape(metadata: &Metadata) -> String {
             }
             _ => String::new(),
         },
+        Metadata::FlashMla(metadata) => {
+            let context = metadata
+                .prefill
+                .as_ref()
+                .and_then(|prefill| prefill.chunked_context.as_ref());
+            format!(
+                "{} context chunks",
+                context.map_or(0, |context| context.chunks.len())
+            )
+        }
         _ => String::new(),
     }
 }
