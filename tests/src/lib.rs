@@ -7,5 +7,6 @@ pub mod families;
 pub mod naive;
 pub mod step_host;
 pub mod tiny_models;
+pub mod toy;
 pub mod trace;
 pub mod two_in_flight;

@@ -3,13 +3,12 @@
 //!
 //! A step runs whole in `submit`; `collect` hands its tokens out. This module must never know a builder or a scheduler.
 
+mod layers;
+
 use std::{collections::VecDeque, ops::Range};
 
 use timetable_attention::VerifyContext;
-use timetable_device::cpu::{
-    AttentionConfig, AttentionImpl, CacheDtype, KvCache, StepMetadata, new_impl,
-};
-use timetable_types::{BuilderConfig, Dtype, KvCacheSpec, Metadata};
+use timetable_types::Metadata;
 
 use crate::{
     config::{CacheSize, DeviceChoice, EngineConfig, EngineError, ModelDtype},
@@ -18,28 +17,20 @@ use crate::{
         StepFailure, StepResults, Unprepared,
     },
     memory,
-    model::{AttentionError, AttentionLayers, ModelConfig},
+    model::ModelConfig,
     runner::ModelRunner,
     sampling::{Choice, Chooser},
     timings::Lap,
 };
+use layers::{Layer, Prepared, ProfileLayers, Room, StepLayers};
 
 /// Tokens of the profile run at most. Its scratch memory grows with its tokens, so a longer step's is computed from it.
 const MAX_PROFILE_TOKENS: usize = 128;
 
-/// One layer.
-struct Layer {
-    group: usize,
-    attention: Box<dyn AttentionImpl>,
-    cache: KvCache,
-}
-
 /// What `setup` leaves for `start`.
 struct Sizes {
     cache: CacheRequest,
-    cache_dtype: CacheDtype,
-    /// The cache's spec of each group.
-    specs: Vec<KvCacheSpec>,
+    num_states: usize,
     /// Kernel blocks of one of the manager's.
     ratio: usize,
     max_num_logits: usize,
@@ -53,8 +44,8 @@ pub struct CpuExecutor {
     sizes: Option<Sizes>,
     layers: Vec<Layer>,
     /// By group, then by segment of the step.
-    prepared: Vec<Vec<StepMetadata>>,
-    /// The segments' tokens, where there are several.
+    prepared: Vec<Vec<Prepared>>,
+    /// The segments' tokens.
     segments: Vec<Range<usize>>,
     token_ids: Vec<u32>,
     /// The tokens of the step that was submitted last, for references.
@@ -94,7 +85,7 @@ impl CpuExecutor {
         let logits_rows: Vec<usize> = (0..tokens.min(sizes.max_num_logits)).collect();
         let mut logits = Vec::new();
         let mut layers = ProfileLayers {
-            layers: &self.layers,
+            layers: &mut self.layers,
         };
         self.model
             .forward(
@@ -159,10 +150,8 @@ impl CpuExecutor {
         let mut lap = Lap::start();
         let inputs = batch.inputs();
         self.segments.clear();
-        if batch.num_segments() > 1 {
-            let tokens = (0..batch.num_segments()).map(|index| batch.segment(index).tokens());
-            self.segments.extend(tokens);
-        }
+        let tokens = (0..batch.num_segments()).map(|index| batch.segment(index).tokens());
+        self.segments.extend(tokens);
         let mut layers = StepLayers {
             prepared: &self.prepared,
             segments: &self.segments,
@@ -238,46 +227,31 @@ impl Executor for CpuExecutor {
             groups,
             shape,
             cache,
+            num_states,
             max_segments,
             ..
         } = *setup;
-        let cache_dtype = match config.kv_cache_dtype.resolve(plan.facts().model_dtype) {
-            Dtype::Float32 => CacheDtype::F32,
-            Dtype::Bfloat16 => CacheDtype::Bf16,
-            _ => {
-                return Err(EngineError::Setting {
-                    name: "kv_cache_dtype",
-                    value: config
-                        .kv_cache_dtype
-                        .name(plan.facts().model_dtype)
-                        .to_owned(),
-                    remedy: "the CPU keeps float32 and bfloat16; choose one of them, or a GPU",
-                });
-            }
-        };
+        let dtypes = (config.kv_cache_dtype, plan.facts().model_dtype);
+        let model = self.model.config();
         let layer = |index| {
             let group = plan
                 .group_of(index)
                 .expect("the plan puts every layer of the model into a group");
-            let config = &groups[group];
-            Ok(Layer {
-                group,
-                attention: new_impl(plan.family(group), layer_config(config, cache_dtype))?,
-                cache: empty_cache(&config.kv_cache_spec, cache_dtype, 1),
-            })
+            let backend = &plan.groups()[group].backend.name;
+            let of_group = (group, &groups[group], &**backend);
+            Layer::new(of_group, plan.family(group), &model.mixer(index), dtypes)
         };
-        self.layers = (0..self.model.config().num_hidden_layers)
+        self.layers = (0..model.num_hidden_layers)
             .map(layer)
             .collect::<Result<_, EngineError>>()?;
-        let unprepared = || (0..max_segments).map(|_| StepMetadata::new()).collect();
-        self.prepared = groups.iter().map(|_| unprepared()).collect();
+        let unprepared = |group| {
+            let of_segment = |_| Prepared::new(plan.family(group));
+            (0..max_segments).map(of_segment).collect()
+        };
+        self.prepared = (0..groups.len()).map(unprepared).collect();
         self.sizes = Some(Sizes {
             cache,
-            cache_dtype,
-            specs: groups
-                .iter()
-                .map(|group| group.kv_cache_spec.clone())
-                .collect(),
+            num_states,
             ratio: shape.block_size / shape.kernel_block_size,
             max_num_logits: shape.max_num_seqs * (1 + config.num_speculative_tokens()),
             max_num_batched_tokens: shape.max_num_batched_tokens,
@@ -305,9 +279,12 @@ impl Executor for CpuExecutor {
                 total,
             });
         }
+        let room = Room {
+            num_blocks: blocks * sizes.ratio,
+            num_states: sizes.num_states,
+        };
         for layer in &mut self.layers {
-            let spec = &sizes.specs[layer.group];
-            layer.cache = empty_cache(spec, sizes.cache_dtype, blocks * sizes.ratio);
+            layer.make_room(room)?;
         }
         Ok(blocks)
     }
@@ -319,14 +296,12 @@ impl Executor for CpuExecutor {
         metadata: &Metadata,
         context: &VerifyContext<'_>,
     ) -> Result<(), Unprepared> {
-        let block_size = context.config.kv_cache_spec.block_size;
-        self.prepared[group][segment.index].prepare(metadata, context.inputs, block_size)?;
-        Ok(())
+        self.prepared[group][segment.index].prepare(metadata, context)
     }
 
     fn leave_out(&mut self, segment: usize) {
         for group in &mut self.prepared {
-            group[segment] = StepMetadata::new();
+            group[segment].leave_out();
         }
     }
 
@@ -354,91 +329,5 @@ impl Executor for CpuExecutor {
         };
         self.spare.push(std::mem::replace(results, done));
         Ok(())
-    }
-}
-
-/// The layers as the model calls them, for the step that was prepared last.
-struct StepLayers<'a> {
-    prepared: &'a [Vec<StepMetadata>],
-    /// Empty: the step is one segment.
-    segments: &'a [Range<usize>],
-    layers: &'a mut [Layer],
-    slot_mapping: &'a [i64],
-}
-
-impl AttentionLayers for StepLayers<'_> {
-    fn attend(
-        &mut self,
-        layer: usize,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
-        out: &mut [f32],
-    ) -> Result<(), AttentionError> {
-        let Layer {
-            group,
-            attention,
-            cache,
-        } = &mut self.layers[layer];
-        attention.do_kv_cache_update(k, v, cache, self.slot_mapping);
-        let prepared = &self.prepared[*group];
-        if self.segments.is_empty() {
-            attention.forward(q, cache, Some(&prepared[0]), out, None)?;
-            return Ok(());
-        }
-        let width = q.len() / self.slot_mapping.len();
-        for (metadata, tokens) in prepared.iter().zip(self.segments) {
-            let elements = tokens.start * width..tokens.end * width;
-            // One that was left out has none: zeros.
-            let metadata = Some(metadata).filter(|metadata| metadata.family().is_some());
-            let (q, out) = (&q[elements.clone()], &mut out[elements]);
-            attention.forward(q, cache, metadata, out, None)?;
-        }
-        Ok(())
-    }
-}
-
-/// The layers without metadata: every output is zero, nothing is written.
-struct ProfileLayers<'a> {
-    layers: &'a [Layer],
-}
-
-impl AttentionLayers for ProfileLayers<'_> {
-    fn attend(
-        &mut self,
-        layer: usize,
-        q: &[f32],
-        _k: &[f32],
-        _v: &[f32],
-        out: &mut [f32],
-    ) -> Result<(), AttentionError> {
-        let layer = &self.layers[layer];
-        layer.attention.forward(q, &layer.cache, None, out, None)?;
-        Ok(())
-    }
-}
-
-fn empty_cache(spec: &KvCacheSpec, dtype: CacheDtype, num_blocks: usize) -> KvCache {
-    KvCache::new(
-        num_blocks,
-        spec.num_kv_heads as usize,
-        spec.block_size as usize,
-        spec.head_size as usize,
-        dtype,
-    )
-}
-
-fn layer_config(config: &BuilderConfig, kv_cache_dtype: CacheDtype) -> AttentionConfig {
-    let spec = &config.kv_cache_spec;
-    AttentionConfig {
-        num_heads: config.attention.num_heads as usize,
-        head_size: spec.head_size as usize,
-        scale: config.attention.scale as f32,
-        num_kv_heads: spec.num_kv_heads as usize,
-        sliding_window: spec.sliding_window,
-        logits_soft_cap: None,
-        kv_cache_dtype,
-        block_size: spec.block_size as usize,
-        batch_invariant: config.batch_invariant,
     }
 }

@@ -3,6 +3,7 @@
 mod batch;
 mod blocks;
 mod counts;
+mod hybrid;
 mod invariance;
 mod recorded;
 mod reload;

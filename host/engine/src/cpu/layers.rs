@@ -232,7 +232,9 @@ impl Prepared {
             Executable::Latent(prepared) => {
                 prepared.prepare(metadata, context.inputs, block_size)?;
             }
-            Executable::Recurrent(prepared) => prepared.prepare(metadata, context.inputs)?,
+            Executable::Recurrent(prepared) => {
+                prepared.prepare(metadata, context.inputs, &context.config.kv_cache_spec)?;
+            }
         }
         self.is_there = true;
         Ok(())
@@ -241,28 +243,168 @@ impl Prepared {
     pub(super) fn leave_out(&mut self) {
         self.is_there = false;
     }
+
+    fn of_attention(&self) -> Option<&StepMetadata> {
+        match &self.metadata {
+            Executable::Attention(metadata) if self.is_there => Some(metadata),
+            _ => None,
+        }
+    }
+
+    fn of_latents(&self) -> Option<&MlaStepMetadata> {
+        match &self.metadata {
+            Executable::Latent(metadata) if self.is_there => Some(metadata),
+            _ => None,
+        }
+    }
+
+    fn of_states(&self) -> Option<&MambaStepMetadata> {
+        match &self.metadata {
+            Executable::Recurrent(metadata) if self.is_there => Some(metadata),
+            _ => None,
+        }
+    }
+}
+
+/// The elements of the tokens `segment` of a step of `tokens`.
+fn part<'a>(elements: &'a [f32], segment: &Range<usize>, tokens: usize) -> &'a [f32] {
+    let width = elements.len().checked_div(tokens).unwrap_or(0);
+    &elements[segment.start * width..segment.end * width]
+}
+
+fn part_mut<'a>(elements: &'a mut [f32], segment: &Range<usize>, tokens: usize) -> &'a mut [f32] {
+    let width = elements.len().checked_div(tokens).unwrap_or(0);
+    &mut elements[segment.start * width..segment.end * width]
 }
 
 /// The layers as the model calls them, for the step that was prepared last.
 pub(super) struct StepLayers<'a> {
     /// By group, then by segment.
     pub prepared: &'a [Vec<Prepared>],
-    /// Empty: the step is one segment.
+    /// The segments' tokens.
     pub segments: &'a [Range<usize>],
     pub layers: &'a mut [Layer],
     pub slot_mapping: &'a [i64],
 }
 
-impl StepLayers<'_> {
-    /// The metadata and the tokens of each segment.
-    fn segments(&self, group: usize) -> impl Iterator<Item = (Option<&Executable>, Range<usize>)> {
-        let prepared = self.prepared[group].iter().map(|prepared| {
-            let metadata = prepared.is_there.then_some(&prepared.metadata);
-            // One that was left out has none: zeros.
-            metadata
-        });
-        let whole = std::slice::from_ref(&self.whole);
-        let _ = whole;
-        prepared.zip(self.segments.iter().cloned())
+impl AttentionLayers for StepLayers<'_> {
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        let tokens = self.slot_mapping.len();
+        let layer = &mut self.layers[layer];
+        let Mixing::Attention {
+            attention, cache, ..
+        } = &mut layer.mixing
+        else {
+            return Err(layer.is_not("attention"));
+        };
+        attention.do_kv_cache_update(k, v, cache, self.slot_mapping);
+        for (prepared, segment) in self.prepared[layer.group].iter().zip(self.segments) {
+            let (q, out) = (part(q, segment, tokens), part_mut(out, segment, tokens));
+            attention.forward(q, cache, prepared.of_attention(), out, None)?;
+        }
+        Ok(())
+    }
+
+    fn attend_latent(
+        &mut self,
+        layer: usize,
+        inputs: &LatentInputs<'_>,
+        out: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        let tokens = self.slot_mapping.len();
+        let layer = &mut self.layers[layer];
+        let Mixing::Latent { attention, cache } = &mut layer.mixing else {
+            return Err(layer.is_not("latent attention"));
+        };
+        attention.do_kv_cache_update(inputs.kv_c_normed, inputs.k_pe, cache, self.slot_mapping);
+        for (prepared, segment) in self.prepared[layer.group].iter().zip(self.segments) {
+            let inputs = LatentInputs {
+                q: part(inputs.q, segment, tokens),
+                kv_c_normed: part(inputs.kv_c_normed, segment, tokens),
+                k_pe: part(inputs.k_pe, segment, tokens),
+                ..*inputs
+            };
+            let out = part_mut(out, segment, tokens);
+            attention.forward(&inputs, cache, prepared.of_latents(), out)?;
+        }
+        Ok(())
+    }
+
+    fn recur(
+        &mut self,
+        layer: usize,
+        inputs: &MambaInputs<'_>,
+        out: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        let tokens = self.slot_mapping.len();
+        let layer = &mut self.layers[layer];
+        let Mixing::Recurrent { recurrence, states } = &mut layer.mixing else {
+            return Err(layer.is_not("a recurrence"));
+        };
+        for (prepared, segment) in self.prepared[layer.group].iter().zip(self.segments) {
+            let inputs = inputs.of_tokens(segment.clone(), tokens);
+            let out = part_mut(out, segment, tokens);
+            recurrence.forward(&inputs, states, prepared.of_states(), out)?;
+        }
+        Ok(())
+    }
+}
+
+/// The layers without metadata: every output is zero, nothing is written.
+pub(super) struct ProfileLayers<'a> {
+    pub layers: &'a mut [Layer],
+}
+
+impl AttentionLayers for ProfileLayers<'_> {
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        _k: &[f32],
+        _v: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        let layer = &self.layers[layer];
+        match &layer.mixing {
+            Mixing::Attention {
+                attention, cache, ..
+            } => Ok(attention.forward(q, cache, None, out, None)?),
+            _ => Err(layer.is_not("attention")),
+        }
+    }
+
+    fn attend_latent(
+        &mut self,
+        layer: usize,
+        inputs: &LatentInputs<'_>,
+        out: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        let layer = &self.layers[layer];
+        match &layer.mixing {
+            Mixing::Latent { attention, cache } => Ok(attention.forward(inputs, cache, None, out)?),
+            _ => Err(layer.is_not("latent attention")),
+        }
+    }
+
+    fn recur(
+        &mut self,
+        layer: usize,
+        inputs: &MambaInputs<'_>,
+        out: &mut [f32],
+    ) -> Result<(), AttentionError> {
+        let layer = &mut self.layers[layer];
+        match &mut layer.mixing {
+            Mixing::Recurrent { recurrence, states } => {
+                Ok(recurrence.forward(inputs, states, None, out)?)
+            }
+            _ => Err(layer.is_not("a recurrence")),
+        }
     }
 }

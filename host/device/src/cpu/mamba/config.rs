@@ -3,6 +3,8 @@
 //! Names and shapes: vLLM `MambaMixer2`, `GatedDeltaNetAttention`, `MambaMixer`, `ShortConv` and `MiniMaxText01LinearAttention`
 //! @0.32/0.33, what they do between their projections.
 
+use std::ops::Range;
+
 use timetable_types::MambaType;
 
 /// What one layer is constructed with.
@@ -163,6 +165,41 @@ pub enum MambaInputs<'a> {
     ShortConv(ShortConvInputs<'a>),
     /// Lightning attention.
     Linear(LinearInputs<'a>),
+}
+
+impl MambaInputs<'_> {
+    /// Those of the tokens `range` of a step of `tokens` tokens; the weights stay.
+    ///
+    /// # Panics
+    /// If the range ends behind the step, or the inputs are those of fewer tokens.
+    #[must_use]
+    pub fn of_tokens(&self, range: Range<usize>, tokens: usize) -> Self {
+        let mut part = *self;
+        let cut = |elements: &mut &[f32]| {
+            let width = elements.len().checked_div(tokens).unwrap_or(0);
+            *elements = &elements[range.start * width..range.end * width];
+        };
+        match &mut part {
+            MambaInputs::Mamba2(i) => {
+                [&mut i.hidden_states_b_c, &mut i.dt]
+                    .into_iter()
+                    .for_each(cut);
+            }
+            MambaInputs::Gdn(i) => {
+                [&mut i.mixed_qkv, &mut i.b, &mut i.a]
+                    .into_iter()
+                    .for_each(cut);
+            }
+            MambaInputs::Mamba1(i) => cut(&mut i.hidden_states),
+            MambaInputs::ShortConv(i) => cut(&mut i.b_x),
+            MambaInputs::Linear(i) => {
+                [&mut i.query, &mut i.key, &mut i.value]
+                    .into_iter()
+                    .for_each(cut);
+            }
+        }
+        part
+    }
 }
 
 /// Mamba2's; the output is f32 [T, num_heads · head_dim], before the gate.
