@@ -9,9 +9,11 @@ mod layers;
 mod support;
 #[path = "mamba/world.rs"]
 mod world;
+#[path = "mamba/wrong.rs"]
+mod wrong;
 
 use support::bits;
-use timetable_types::{MambaCacheMode, MambaType};
+use timetable_types::{MambaCacheMode, MambaType, Metadata, Tensor, mamba::Metadata as Record};
 use world::{Kind, Made, Row, World, state_bits};
 
 const BOUND: f64 = 2e-6;
@@ -215,5 +217,39 @@ fn a_row_does_not_depend_on_what_else_is_in_the_batch() {
                 first += count;
             }
         }
+    }
+}
+
+/// Field case 5: a prompt's first chunk of one token, beside a decode, is a prefill, and begins without a state.
+#[test]
+fn case_05_a_first_chunk_of_one_token_begins_without_a_state() {
+    for &mamba_type in MambaType::ALL {
+        let mut world = World::new(mamba_type, 5, 0, MambaCacheMode::None);
+        world.padding = &[(0, 0)];
+        let prompt = [world.row(0, Kind::Prefill, 49, 0)];
+        world.run(&prompt);
+        // The second request's block holds NaN, as any that was another's.
+        let step = [
+            world.row(0, Kind::Decode, 1, 0),
+            world.row(1, Kind::Prefill, 1, 0),
+        ];
+        let plain = world.make(&step).remove(0);
+        assert_eq!(plain.step.tensors.seq_lens, [50, 1]);
+        let Metadata::Mamba(record) = &plain.metadata else {
+            panic!("another family");
+        };
+        let counts = match record {
+            Record::Mamba1(base) | Record::ShortConv(base) => (base.num_decodes, base.num_prefills),
+            Record::Mamba2(m) => (m.base.num_decodes, m.base.num_prefills),
+            Record::Linear(m) => (m.num_decodes, m.num_prefills),
+            Record::Gdn(m) => {
+                let flags = Tensor::Values(vec![1, 0]);
+                assert_eq!(m.has_initial_state.as_ref(), Some(&flags));
+                (m.num_decodes, m.num_prefills)
+            }
+        };
+        assert_eq!(counts, (1, 1));
+        let (output, state) = world.run(&step);
+        assert!(output <= BOUND && state <= BOUND, "{output:e}, {state:e}");
     }
 }

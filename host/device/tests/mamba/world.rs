@@ -2,7 +2,7 @@
 //! here. Whatever a step may not read is NaN.
 
 #[path = "../support/builder_config.rs"]
-mod builder_config;
+pub mod builder_config;
 #[path = "by_hand.rs"]
 mod by_hand;
 
@@ -18,8 +18,8 @@ use timetable_device::{
     reference::max_relative_error,
 };
 use timetable_types::{
-    BuilderConfig, Extra, ExtraValue, Family, KvCacheSpecKind, MambaCacheMode, MambaSpec,
-    MambaType, Metadata,
+    BuilderConfig, Extra, ExtraValue, Family, KvCacheSpec, KvCacheSpecKind, MambaCacheMode,
+    MambaSpec, MambaType, Metadata,
 };
 
 use crate::{
@@ -69,6 +69,8 @@ pub struct World {
     requests: Vec<Request>,
     states: MambaStates,
     rng: Pcg64Mcg,
+    /// (rows, tokens) of no request, one of which a step has.
+    pub padding: &'static [(usize, usize)],
 }
 
 /// A step that is ready to run.
@@ -76,7 +78,7 @@ pub struct Made {
     pub metadata: Metadata,
     pub step: GroupStep,
     accepted: Vec<i32>,
-    tensors: Vec<Vec<f32>>,
+    pub tensors: Vec<Vec<f32>>,
 }
 
 impl Made {
@@ -146,7 +148,17 @@ impl World {
             requests,
             states,
             rng,
+            padding: &[(0, 0), (0, 0), (1, 1), (2, 5)],
         }
+    }
+
+    pub fn spec(&self) -> &KvCacheSpec {
+        &self.config.kv_cache_spec
+    }
+
+    /// A request's tokens that counted so far.
+    pub fn history(&self, request: usize) -> &[Token] {
+        &self.requests[request].tokens
     }
 
     fn is_gdn(&self) -> bool {
@@ -244,7 +256,7 @@ impl World {
     /// The step by the plain builder, and by hand.
     pub fn make(&mut self, rows: &[Row]) -> Vec<Made> {
         self.carry(rows);
-        let padding = *pick(&mut self.rng, &[(0, 0), (0, 0), (1, 1), (2, 5)]);
+        let padding = *pick(&mut self.rng, self.padding);
         let mut tensors = StepTensors {
             query_start_loc: vec![0],
             block_table_width: self.requests[0].table.len(),
@@ -355,23 +367,28 @@ impl World {
 
     /// Output and states, from the world's own on.
     pub fn forward(&self, made: &Made) -> (Vec<f32>, MambaStates) {
+        self.run_on(made, &made.metadata).expect("a forward pass")
+    }
+
+    /// The output of any metadata in the place of the step's.
+    pub fn try_forward(&self, made: &Made, metadata: &Metadata) -> Result<Vec<f32>, String> {
+        Ok(self.run_on(made, metadata)?.0)
+    }
+
+    fn run_on(&self, made: &Made, metadata: &Metadata) -> Result<(Vec<f32>, MambaStates), String> {
         let extras = [("num_accepted_tokens", made.accepted.as_slice())];
         let mut prepared = MambaStepMetadata::new();
         prepared
-            .prepare(
-                &made.metadata,
-                &made.inputs(&extras),
-                &self.config.kv_cache_spec,
-            )
-            .expect("prepared");
+            .prepare(metadata, &made.inputs(&extras), self.spec())
+            .map_err(|error| error.to_string())?;
         let mut states = self.states.clone();
         let tokens = made.step.cam.num_actual_tokens as usize;
         let mut output = vec![1e30; tokens * self.layer.config.output_size()];
         let inputs = self.layer.inputs(&made.tensors);
         self.implementation
             .forward(&inputs, &mut states, Some(&prepared), &mut output)
-            .expect("a forward pass");
-        (output, states)
+            .map_err(|error| error.to_string())?;
+        Ok((output, states))
     }
 
     /// Runs the step; the largest errors of outputs and states.

@@ -317,7 +317,7 @@ impl<'a> Preparation<'a> {
         } = buffers;
         let field = "state_indices_tensor_d";
         let width = self.padded(field, &base.state_indices_tensor_d, states)?;
-        same(field, states.len(), decodes.saturating_mul(width))?;
+        same(field, states.len(), decodes.saturating_mul(width.max(1)))?;
         starts.clear();
         if let Some(padded) = &base.query_start_loc_d {
             self.padded("query_start_loc_d", padded, starts)?;
