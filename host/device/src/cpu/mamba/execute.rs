@@ -249,8 +249,15 @@ impl MambaImpl {
             (MambaInputs::Mamba1(inputs), MambaConfig::Mamba1(config)) => {
                 projected.clear();
                 projected.resize(step.num_tokens * mamba1::projected_size(config), 0.0);
-                let runs = (CHANNELS, &step.scan);
-                mamba1::project(config, inputs, convolved, runs, row, projected);
+                on_best(mamba1::Projection {
+                    config,
+                    inputs,
+                    convolved,
+                    unit: CHANNELS,
+                    runs: &step.scan,
+                    row,
+                    projected,
+                });
                 scan.run(bank, outputs, CHANNELS, |unit| {
                     let width = unit.output.len() / step.num_tokens;
                     unit.carried.run(mamba1::Channels {

@@ -26,7 +26,7 @@ pub(super) struct Head<'a> {
 /// 1 over the length, which is of a vector with √10⁻⁶ beside it.
 #[inline(always)]
 fn inverse_length<const FMA: bool>(x: &[f64]) -> f64 {
-    1.0 / (dot::<FMA>(x, x) + 1e-6).sqrt()
+    1.0 / (dot::<FMA, f64>(x, x) + 1e-6).sqrt()
 }
 
 impl Recurrence for Head<'_> {

@@ -6,16 +6,17 @@
 use super::{
     Mamba1Config, Mamba1Inputs,
     execute::Convolved,
-    numbers::{exp, fma, softplus},
+    numbers::{dot, exp, fma, softplus},
     recurrence::Recurrence,
     step::{Place, Runs},
 };
+use crate::cpu::kernel::Work;
 
 pub(super) struct Channels<'a> {
     pub config: &'a Mamba1Config,
     pub inputs: &'a Mamba1Inputs<'a>,
     pub convolved: Convolved<'a>,
-    /// f64 [T, time_step_rank + 2 · state_size]: see `project`.
+    /// f64 [T, time_step_rank + 2 · state_size]: see `Projection`.
     pub projected: &'a [f64],
     /// The first of them.
     pub first: usize,
@@ -25,27 +26,37 @@ pub(super) struct Channels<'a> {
     pub delta: &'a mut [f64],
 }
 
-/// What dt comes from, then B, then C, of each token that is scanned. `row`: space for one token's channels.
-pub(super) fn project(
-    config: &Mamba1Config,
-    inputs: &Mamba1Inputs<'_>,
-    convolved: Convolved<'_>,
-    (unit, runs): (usize, &Runs),
-    row: &mut Vec<f64>,
-    projected: &mut [f64],
-) {
-    let (channels, outputs) = (config.intermediate_size, projected_size(config));
-    for place in &runs.places {
-        row.clear();
-        for first in (0..channels).step_by(unit) {
-            let width = unit.min(channels - first);
-            row.extend_from_slice(convolved.row(first, width, place));
-        }
-        let weights = inputs.x_proj.chunks_exact(channels);
-        let own = &mut projected[place.token as usize * outputs..][..outputs];
-        for (out, weights) in own.iter_mut().zip(weights) {
-            let products = weights.iter().zip(&*row);
-            *out = products.map(|(&weight, x)| f64::from(weight) * x).sum();
+/// What dt comes from, then B, then C, of each token that is scanned.
+pub(super) struct Projection<'a> {
+    pub config: &'a Mamba1Config,
+    pub inputs: &'a Mamba1Inputs<'a>,
+    pub convolved: Convolved<'a>,
+    /// Channels of a unit of the convolution.
+    pub unit: usize,
+    pub runs: &'a Runs,
+    /// Takes one token's channels.
+    pub row: &'a mut Vec<f64>,
+    /// f64 [T, time_step_rank + 2 · state_size]
+    pub projected: &'a mut [f64],
+}
+
+impl Work for Projection<'_> {
+    #[inline(always)]
+    fn run<const FMA: bool>(self) {
+        let channels = self.config.intermediate_size;
+        let outputs = projected_size(self.config);
+        for place in &self.runs.places {
+            self.row.clear();
+            for first in (0..channels).step_by(self.unit) {
+                let width = self.unit.min(channels - first);
+                let own = self.convolved.row(first, width, place);
+                self.row.extend_from_slice(own);
+            }
+            let weights = self.inputs.x_proj.chunks_exact(channels);
+            let own = &mut self.projected[place.token as usize * outputs..][..outputs];
+            for (out, weights) in own.iter_mut().zip(weights) {
+                *out = dot::<FMA, f32>(weights, self.row);
+            }
         }
     }
 }
@@ -70,9 +81,8 @@ impl Recurrence for Channels<'_> {
             for (channel, delta) in self.delta.iter_mut().enumerate() {
                 let channel = self.first + channel;
                 let weights = &self.inputs.dt_proj[channel * rank..][..rank];
-                let products = weights.iter().zip(dt).map(|(&w, &dt)| f64::from(w) * dt);
                 let bias = f64::from(self.inputs.dt_bias[channel]);
-                *delta = softplus(bias + products.sum::<f64>());
+                *delta = softplus(bias + dot::<FMA, f32>(weights, dt));
             }
             let out = &mut self.output[token * width..][..width];
             let d = &self.inputs.d[self.first..][..width];

@@ -60,23 +60,35 @@ impl Recurrence for Head<'_> {
     fn advance<const FMA: bool>(&mut self, state: &mut [f64], places: &[Place]) {
         let size = self.config.head_dim;
         let a = f64::from(self.inputs.a[self.head]);
+        let d = f64::from(self.inputs.d[self.head]);
+        let (mut x, mut b, mut c) = (
+            [[].as_slice(); TILE],
+            [[].as_slice(); TILE],
+            [[].as_slice(); TILE],
+        );
         // Δ of each token, its decay, and the decay from before the tile to behind it.
         let (mut delta, mut decay, mut through) = ([0.0; TILE], [0.0; TILE], [0.0; TILE]);
         let mut whole = 1.0;
         for (index, place) in places.iter().enumerate() {
+            x[index] = self.x(place);
+            (b[index], c[index]) = (self.shared(0, place), self.shared(1, place));
             delta[index] = self.delta(place);
             decay[index] = (a * delta[index]).exp();
             whole *= decay[index];
             through[index] = whole;
         }
         let own = |place: &Place| place.token as usize * size..(place.token as usize + 1) * size;
-        for place in places {
-            self.output[own(place)].fill(0.0);
+        for (place, x) in places.iter().zip(x) {
+            let output = &mut self.output[own(place)];
+            output.iter_mut().zip(x).for_each(|(y, x)| *y = d * x);
         }
         for (n, h) in state.chunks_exact(size).enumerate() {
-            for (place, through) in places.iter().zip(through) {
-                let c = self.shared(1, place)[n] * through;
-                add::<FMA>(&mut self.output[own(place)], c, h);
+            for (index, place) in places.iter().enumerate() {
+                add::<FMA>(
+                    &mut self.output[own(place)],
+                    c[index][n] * through[index],
+                    h,
+                );
             }
         }
         // Of each token so far, Δ and the decay since.
@@ -86,21 +98,15 @@ impl Recurrence for Head<'_> {
                 *weight *= decay[index];
             }
             weight[index] = delta[index];
-            let c = self.shared(1, place);
-            for (earlier, weight) in places[..=index].iter().zip(weight) {
-                let score = dot::<FMA>(c, self.shared(0, earlier));
-                let x = self.x(earlier);
-                add::<FMA>(&mut self.output[own(place)], score * weight, x);
+            for earlier in 0..=index {
+                let score = dot::<FMA, f64>(c[index], b[earlier]) * weight[earlier];
+                add::<FMA>(&mut self.output[own(place)], score, x[earlier]);
             }
-            let d = f64::from(self.inputs.d[self.head]);
-            let x = self.x(place);
-            add::<FMA>(&mut self.output[own(place)], d, x);
         }
         for (n, h) in state.chunks_exact_mut(size).enumerate() {
             h.iter_mut().for_each(|h| *h *= whole);
-            for (place, weight) in places.iter().zip(weight) {
-                let b = self.shared(0, place)[n] * weight;
-                add::<FMA>(h, b, self.x(place));
+            for index in 0..places.len() {
+                add::<FMA>(h, b[index][n] * weight[index], x[index]);
             }
         }
     }

@@ -53,18 +53,18 @@ pub(super) fn add<const FMA: bool>(y: &mut [f64], a: f64, x: &[f64]) {
 
 /// a·b, in sums of eight lanes.
 #[inline(always)]
-pub(super) fn dot<const FMA: bool>(a: &[f64], b: &[f64]) -> f64 {
+pub(super) fn dot<const FMA: bool, A: Copy + Into<f64>>(a: &[A], b: &[f64]) -> f64 {
     const LANES: usize = 8;
     let mut lanes = [0.0; LANES];
     let (a, a_rest) = a.as_chunks::<LANES>();
     let (b, b_rest) = b.as_chunks::<LANES>();
     for (a, b) in a.iter().zip(b) {
         for lane in 0..LANES {
-            lanes[lane] = fma::<FMA>(a[lane], b[lane], lanes[lane]);
+            lanes[lane] = fma::<FMA>(a[lane].into(), b[lane], lanes[lane]);
         }
     }
     let rest = a_rest.iter().zip(b_rest);
-    let rest: f64 = rest.map(|(a, b)| a * b).sum();
+    let rest: f64 = rest.map(|(&a, b)| a.into() * b).sum();
     lanes.iter().sum::<f64>() + rest
 }
 
@@ -79,8 +79,8 @@ mod tests {
     fn sums_are_sums() {
         let a: Vec<f64> = (0..19u8).map(f64::from).collect();
         let exact: f64 = a.iter().map(|x| x * x).sum();
-        assert_eq!(super::dot::<true>(&a, &a), exact);
-        assert_eq!(super::dot::<false>(&a, &a), exact);
+        assert_eq!(super::dot::<true, f64>(&a, &a), exact);
+        assert_eq!(super::dot::<false, f64>(&a, &a), exact);
         let mut y = [1.0; 3];
         super::add::<false>(&mut y, 2.0, &a[..3]);
         assert_eq!(y, [1.0, 3.0, 5.0]);
