@@ -20,10 +20,10 @@ use timetable_device::{
     },
     reference::latent,
 };
-use timetable_types::{
-    AttentionConfig, BuilderConfig, CudagraphConfig, CudagraphMode, DcpInputs, DeviceConfig, Dtype,
-    KvCacheLayout, KvCacheSpec, KvCacheSpecKind, Metadata, ParallelConfig, SchedulerConfig,
-};
+use timetable_types::{BuilderConfig, DcpInputs, KvCacheSpecKind, Metadata, SchedulerConfig};
+
+#[path = "../support/builder_config.rs"]
+mod builder_config;
 
 /// How a layer and its cache are made.
 #[derive(Clone, Copy, Debug)]
@@ -101,70 +101,35 @@ fn normals(rng: &mut Pcg64Mcg, count: usize) -> Vec<f32> {
 
 impl Layout {
     fn config(&self, rank: usize) -> BuilderConfig {
-        let head_size = self.sizes.head_size() as u32;
-        BuilderConfig {
-            kv_cache_spec: KvCacheSpec {
-                kind: KvCacheSpecKind::MlaAttention,
-                block_size: self.block_size as u32,
-                num_kv_heads: 1,
-                head_size,
-                head_size_v: head_size,
-                dtype: Dtype::Float32,
-                sliding_window: None,
-                attention_chunk_size: None,
-                dcp_sharded: self.world > 1,
-                mamba: None,
-            },
-            layer_names: vec!["layers.0".to_owned()],
-            attention: AttentionConfig {
-                num_heads: self.sizes.num_heads as u32,
-                scale: f64::from(self.sizes.scale),
-                logits_soft_cap: None,
-                sliding_windows: vec![-1],
-                model_dtype: Dtype::Float32,
-                kv_cache_dtype: match self.dtype {
-                    LatentDtype::Fp8DsMla => "fp8_ds_mla".to_owned(),
-                    _ => "auto".to_owned(),
-                },
-                kv_cache_layout: KvCacheLayout::Lbhnc,
-                has_sinks: false,
-                use_rswa: false,
-                rswa_window: 0,
-                kv_lora_rank: self.sizes.kv_lora_rank as u32,
-                qk_rope_head_dim: self.sizes.qk_rope_head_dim as u32,
-            },
-            scheduler: SchedulerConfig {
-                max_num_seqs: 64,
-                max_num_batched_tokens: 4_096,
-                max_model_len: 8_192,
-                max_num_blocks_per_req: 8_192,
-                num_speculative_tokens: self.drafts,
-                parallel_drafting: false,
-            },
-            cudagraph: CudagraphConfig {
-                mode: CudagraphMode::None,
-                capture_sizes: Vec::new(),
-                max_capture_size: 0,
-            },
-            parallel: ParallelConfig {
-                dcp_world_size: self.world as u32,
-                dcp_rank: rank as u32,
-                cp_kv_cache_interleave_size: self.interleave as u32,
-                prefill_context_parallel: false,
-            },
-            device: DeviceConfig {
-                compute_capability: (9, 0),
-                num_workers: 7,
-                ctas_per_worker: 1,
-                flash_attn_version: 3,
-                trtllm_attention: false,
-                xqa: false,
-            },
-            batch_invariant: false,
-            max_num_splits: 8,
-            model_runner_v2: true,
-            options: Vec::new(),
+        let mut config = builder_config::config();
+        let (spec, attention) = (&mut config.kv_cache_spec, &mut config.attention);
+        spec.kind = KvCacheSpecKind::MlaAttention;
+        spec.block_size = self.block_size as u32;
+        spec.num_kv_heads = 1;
+        spec.head_size = self.sizes.head_size() as u32;
+        spec.head_size_v = spec.head_size;
+        spec.dcp_sharded = self.world > 1;
+        attention.num_heads = self.sizes.num_heads as u32;
+        attention.scale = f64::from(self.sizes.scale);
+        attention.kv_lora_rank = self.sizes.kv_lora_rank as u32;
+        attention.qk_rope_head_dim = self.sizes.qk_rope_head_dim as u32;
+        if self.dtype == LatentDtype::Fp8DsMla {
+            attention.kv_cache_dtype = "fp8_ds_mla".to_owned();
         }
+        config.scheduler = SchedulerConfig {
+            max_num_seqs: 64,
+            max_num_batched_tokens: 4_096,
+            max_model_len: 8_192,
+            max_num_blocks_per_req: 8_192,
+            num_speculative_tokens: self.drafts,
+            parallel_drafting: false,
+        };
+        config.parallel.dcp_world_size = self.world as u32;
+        config.parallel.dcp_rank = rank as u32;
+        config.parallel.cp_kv_cache_interleave_size = self.interleave as u32;
+        config.device.num_workers = 7;
+        config.max_num_splits = 8;
+        config
     }
 
     pub fn parallel(&self, rank: usize) -> ContextParallel {

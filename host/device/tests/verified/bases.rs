@@ -43,13 +43,17 @@ pub fn random_base(family: Family, random: &mut Random) -> Base {
     if family == Family::Mamba {
         return mamba::random_base(random);
     }
-    let mut config = match random.chance(3) {
+    let is_latent = family == Family::FlashMla;
+    let mut config = match random.chance(3) && !is_latent {
         true => windowed(random.pick(&[1, 7, 16, 33, 64])),
         false => config(),
     };
     let (heads, kv_heads) = random.pick(&[(4, 2), (6, 2), (8, 1), (3, 3), (1, 1)]);
     config.attention.num_heads = heads;
     config.kv_cache_spec.num_kv_heads = kv_heads;
+    if is_latent {
+        config = flash_mla::mla(config);
+    }
     config.kv_cache_spec.block_size = random.pick(&[1, 4, 16, 24, 48]);
     config.max_num_splits = random.pick(&[1, 4, 16]);
     config.device.num_workers = random.pick(&[1, 4, 40]);
@@ -63,7 +67,7 @@ pub fn random_base(family: Family, random: &mut Random) -> Base {
     }
     let padding = random.pick(&[(0, 0), (0, 0), (1, 0), (2, 3)]);
     // The MLA backends have causal groups only.
-    let causal = Causal::All(!random.chance(5) || family == Family::FlashMla);
+    let causal = Causal::All(!random.chance(5) || is_latent);
     let case = Case::new(config, causal, &rows, padding, no_edit);
     base("random", family, case, |case, metadata| {
         let most = case.config.max_num_splits;

@@ -49,7 +49,9 @@ impl<'b> Bench<'b> {
         };
         match case.run(metadata, expected.as_deref()) {
             // A launch is told numbers that this device needs not.
-            Ran::Right if metadata.family() == Family::Mamba => self.reads(metadata),
+            Ran::Right if matches!(metadata.family(), Family::FlashMla | Family::Mamba) => {
+                self.reads(metadata)
+            }
             Ran::Right => Verdict::Inert,
             Ran::Wrong(problem) => Verdict::Harmful(problem),
             Ran::NotHere(_) => self.reads(metadata),

@@ -13,8 +13,11 @@ use timetable_types::{
 
 #[path = "../support/builder_config.rs"]
 mod builder_config;
+#[path = "latent.rs"]
+mod latent;
 
 pub use builder_config::config;
+use latent::LatentCase;
 
 use crate::recurrent::Recurrent;
 
@@ -60,7 +63,7 @@ impl Random {
 }
 
 /// Output that nothing wrote.
-const UNWRITTEN: f32 = 1e30;
+pub const UNWRITTEN: f32 = 1e30;
 /// What rounding may do to an f32 result.
 const BOUND: f64 = 2e-6;
 
@@ -84,6 +87,8 @@ pub struct Case {
     expected: Vec<f64>,
     /// Where the group keeps states: its layer.
     pub recurrent: Option<Recurrent>,
+    /// Where the layer is one of latent attention, all of these.
+    latent: Option<LatentCase>,
 }
 
 /// What running metadata showed.
@@ -231,10 +236,17 @@ impl Case {
             caches: Vec::new(),
             expected: Vec::new(),
             recurrent: None,
+            latent: None,
             config,
             step,
         };
-        let has_keys = case.config.kv_cache_spec.kind != KvCacheSpecKind::Mamba;
+        let kind = case.config.kv_cache_spec.kind;
+        if kind == KvCacheSpecKind::MlaAttention {
+            let latent = LatentCase::new(&case.config, &case.step, num_blocks, rows, random);
+            case.latent = Some(latent);
+            return case;
+        }
+        let has_keys = kind != KvCacheSpecKind::Mamba;
         if case.config.parallel.dcp_world_size == 1 && has_keys {
             case.caches = (0..rows.len())
                 .filter(|&row| rows[row].0 > 0)
@@ -368,6 +380,9 @@ impl Case {
         if let Some(recurrent) = &self.recurrent {
             return recurrent.run(self, metadata).is_ok();
         }
+        if let Some(latent) = &self.latent {
+            return latent.survives(metadata, &self.step);
+        }
         let mut step = StepMetadata::new();
         let inputs = self.step.tensors.inputs();
         let prepared = step.prepare(metadata, &inputs, self.layer.block_size as u32);
@@ -388,6 +403,9 @@ impl Case {
                 Ok(Err(problem)) => Ran::Wrong(problem),
                 Err(problem) => Ran::NotHere(problem),
             };
+        }
+        if let Some(latent) = &self.latent {
+            return latent.run(metadata, &self.step);
         }
         if self.caches.is_empty() {
             return Ran::NotHere("decode context parallelism".to_owned());
@@ -410,22 +428,13 @@ impl Case {
             }
             let own = starts[*row] as usize * width..starts[row + 1] as usize * width;
             let size = self.layer.head_size;
-            let pairs = output[own.clone()]
-                .chunks(size)
-                .zip(expected[own].chunks(size));
-            for (index, (found, wanted)) in pairs.enumerate() {
-                let scale = wanted.iter().fold(0.0f64, |scale, x| scale.max(x.abs()));
-                let close = found.iter().zip(wanted).all(|(&found, wanted)| {
-                    (f64::from(found) - wanted).abs() <= BOUND * scale.max(1e-3)
-                });
-                if !close {
-                    let (token, head) =
-                        (index / self.layer.num_heads, index % self.layer.num_heads);
-                    return Ran::Wrong(format!(
-                        "row {row}, token {token}, head {head}: {} where {} was right",
-                        found[0], wanted[0]
-                    ));
-                }
+            if let Outcome::Differs(at, found, right) =
+                compare(&output[own.clone()], &expected[own], size)
+            {
+                let (token, head) = (at / self.layer.num_heads, at % self.layer.num_heads);
+                return Ran::Wrong(format!(
+                    "row {row}, token {token}, head {head}: {found} where {right} was right"
+                ));
             }
             if output[covered..].iter().any(|&x| x != 0.0) {
                 return Ran::Wrong("a token of no request is not zeros".to_owned());
@@ -433,4 +442,27 @@ impl Case {
         }
         Ran::Right
     }
+}
+
+/// How an output compares with the right one.
+pub enum Outcome {
+    Close,
+    /// Which row, its first element, and what was right there.
+    Differs(usize, f32, f64),
+}
+
+/// Rows of `size` elements.
+pub fn compare(output: &[f32], expected: &[f64], size: usize) -> Outcome {
+    let pairs = output.chunks(size).zip(expected.chunks(size));
+    for (row, (found, wanted)) in pairs.enumerate() {
+        let scale = wanted.iter().fold(0.0f64, |scale, x| scale.max(x.abs()));
+        let close = found
+            .iter()
+            .zip(wanted)
+            .all(|(&found, wanted)| (f64::from(found) - wanted).abs() <= BOUND * scale.max(1e-3));
+        if !close {
+            return Outcome::Differs(row, found[0], wanted[0]);
+        }
+    }
+    Outcome::Close
 }

@@ -1,4 +1,4 @@
-//! Good records of the MLA backends. The CPU device runs none of them yet: what passes is read (`reading.rs`).
+//! Good records of the MLA backends. What passes is run (`latent.rs`) and read (`reading.rs`).
 
 use timetable_types::{
     BuilderConfig, Causal, Family, Input, KvCacheSpecKind, LaunchPromise, Matrix, Metadata, Tensor,
@@ -82,7 +82,7 @@ pub fn bases() -> Vec<Base> {
 }
 
 /// The latent's rank and the rotary part are the head's 32 elements.
-fn mla(mut config: BuilderConfig) -> BuilderConfig {
+pub fn mla(mut config: BuilderConfig) -> BuilderConfig {
     config.kv_cache_spec.kind = KvCacheSpecKind::MlaAttention;
     config.kv_cache_spec.num_kv_heads = 1;
     config.attention.kv_lora_rank = 24;
@@ -90,9 +90,46 @@ fn mla(mut config: BuilderConfig) -> BuilderConfig {
     config
 }
 
-/// Chunks of another workspace.
+/// Chunks of another workspace, and another schedule.
 pub fn random(case: &Case, record: &mut Record, random: &mut Random) {
     chunks(case, record, random.pick(&[1, 32, 100, 4_000]));
+    if record.decode.is_none() {
+        return;
+    }
+    match random.below(3) {
+        0 => {}
+        1 => scheduler_call(case, record),
+        _ => random_tiles(case, record, random),
+    }
+}
+
+/// Pages dealt out one part after the other, in random portions.
+fn random_tiles(case: &Case, record: &mut Record, random: &mut Random) {
+    let size = case.config.kv_cache_spec.block_size as i32;
+    let lens = &case.step.tensors.seq_lens[..record.num_decodes as usize];
+    let (mut parts, mut splits) = (Vec::new(), vec![0]);
+    let mut part = [0; 5];
+    for (row, len) in lens.iter().enumerate() {
+        let pages = (len.max(&1) + size - 1) / size;
+        let (mut page, mut split) = (0, 0);
+        while page < pages {
+            page += 1 + random.below((pages - page) as usize) as i32;
+            (part[2], part[3]) = (row as i32, page);
+            // A part ends within a request, or after some of them.
+            let is_done = page == pages;
+            split += 1;
+            if !is_done || row + 1 == lens.len() || random.chance(2) {
+                parts.push(part);
+                part = match is_done {
+                    true => [row as i32 + 1, 0, 0, 0, 0],
+                    false => [row as i32, page, 0, 0, split],
+                };
+            }
+        }
+        splits.push(splits[row] + split);
+    }
+    let most = splits.windows(2).map(|pair| pair[1] - pair[0]).max();
+    tiles(record, &parts, splits, most.unwrap_or(0) as u32);
 }
 
 fn chunks(case: &Case, record: &mut Record, rows: u32) {
@@ -141,12 +178,13 @@ fn scheduler_call(case: &Case, record: &mut Record) {
         }),
     };
     decode.query_start_loc = Some(starts.clone());
-    decode.max_num_splits = 3;
+    let splits = case.config.max_num_splits.min(3);
+    decode.max_num_splits = splits;
     decode.schedule = DecodeSchedule::FlashAttn(MlaSchedulerMetadataCall {
         batch_size: rows,
         max_seqlen_q: decode.max_query_len,
         max_seqlen_k: decode.max_seq_len,
-        num_heads_q: case.config.attention.num_heads,
+        num_heads_q: case.config.attention.num_heads * case.config.parallel.dcp_world_size,
         num_heads_kv: 1,
         headdim: 8,
         headdim_v: 24,
@@ -155,7 +193,7 @@ fn scheduler_call(case: &Case, record: &mut Record) {
         cu_seqlens_q: starts,
         page_size: case.config.kv_cache_spec.block_size,
         causal: true,
-        num_splits: 3,
+        num_splits: splits,
         scheduler_metadata_len: 17,
     });
 }
