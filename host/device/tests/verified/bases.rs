@@ -270,6 +270,7 @@ fn windowed(window: u32) -> BuilderConfig {
 fn sharded() -> BuilderConfig {
     let mut config = config();
     config.kv_cache_spec.dcp_sharded = true;
+    config.kv_cache_spec.num_kv_heads = 1;
     config.parallel.dcp_world_size = 2;
     config.parallel.dcp_rank = 1;
     config

@@ -2,6 +2,9 @@
 //! is found by running it on the CPU device, once for each request with everybody else's keys poisoned too. It must never know
 //! how metadata was built or broken.
 
+#[path = "ranks.rs"]
+mod ranks;
+
 use timetable_attention::{
     Grant, StepInputs, VerifyContext,
     batch::{ContextParallel, GroupStep, SlotRule, StepTensors, slot_mapping_into},
@@ -201,8 +204,13 @@ impl Case {
         random: &mut Random,
     ) -> Self {
         let spec = &config.kv_cache_spec;
+        // The ranks of context parallelism share their queries' heads.
+        let ranks = match spec.kind {
+            KvCacheSpecKind::MlaAttention => 1,
+            _ => config.parallel.dcp_world_size as usize,
+        };
         let layer = AttentionConfig {
-            num_heads: config.attention.num_heads as usize,
+            num_heads: config.attention.num_heads as usize * ranks,
             head_size: spec.head_size as usize,
             scale: config.attention.scale as f32,
             num_kv_heads: spec.num_kv_heads as usize,
@@ -383,6 +391,9 @@ impl Case {
         if let Some(latent) = &self.latent {
             return latent.survives(metadata, &self.step);
         }
+        if self.config.parallel.dcp_world_size > 1 {
+            return !matches!(self.run_rank(metadata), Ran::NotHere(_));
+        }
         let mut step = StepMetadata::new();
         let inputs = self.step.tensors.inputs();
         let prepared = step.prepare(metadata, &inputs, self.layer.block_size as u32);
@@ -408,7 +419,7 @@ impl Case {
             return latent.run(metadata, &self.step);
         }
         if self.caches.is_empty() {
-            return Ran::NotHere("decode context parallelism".to_owned());
+            return self.run_rank(metadata);
         }
         let mut step = StepMetadata::new();
         let inputs = self.step.tensors.inputs();

@@ -1,5 +1,5 @@
 //! An independent reading of records: which keys each packed query row attends to. For records that the CPU device does not run
-//! (context parallelism, spans, prefix windows, TensorRT-LLM's kernels), for MLA beside them, and for blocks that a builder selects. It must never
+//! (spans, prefix windows, TensorRT-LLM's kernels), for MLA beside them, and for blocks that a builder selects. It must never
 //! share code with the verifier.
 
 #[path = "reading/flash_mla.rs"]

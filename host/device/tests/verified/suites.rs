@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Value, json};
 use timetable_attention::{plain_builder, rules};
-use timetable_types::{Family, Metadata};
+use timetable_types::{Family, Metadata, flashinfer::Prefill};
 
 use crate::{
     bases::{Base, suite},
@@ -297,4 +297,25 @@ fn report(family: Family, table: &Table, harmful: usize) {
         total.inert,
         total.unsayable
     );
+}
+
+/// Records of a rank are run, not only read, and what they leave out is seen.
+#[test]
+fn records_of_a_rank_are_run() {
+    for family in [Family::FlashAttn, Family::Flashinfer] {
+        let bases = suite(family).expect("a suite");
+        let base = bases.iter().find(|base| base.name == "two ranks");
+        let Base { case, metadata, .. } = base.expect("a rank's record");
+        assert_eq!(case.run(metadata, None), Ran::Right);
+        let mut wrong = metadata.clone();
+        match &mut wrong {
+            Metadata::FlashAttn(record) => record.max_dcp_context_kv_len = 0,
+            Metadata::Flashinfer(record) => match &mut record.prefill {
+                Some(Prefill::Wrapper(plan)) => plan.paged_kv_last_page_len[0] -= 1,
+                other => panic!("a plan, not {other:?}"),
+            },
+            _ => panic!("another family"),
+        }
+        assert!(matches!(case.run(&wrong, None), Ran::Wrong(_)));
+    }
 }
