@@ -1,4 +1,5 @@
-//! Pages of keys, a kernel's blocks, dealt out to parts that run at once, in order. It must never know a device.
+//! Pages of keys, a kernel's blocks, dealt out to parts that run at once, in order. The table's form is FlashMLA's, whose own kernel
+//! makes it for an fp8 cache (`get_mla_metadata`); how much a part gets is ours. It must never know a device.
 
 /// What a request costs a part beyond its blocks, in blocks.
 const OVERHEAD: i64 = 5;

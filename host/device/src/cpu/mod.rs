@@ -4,6 +4,8 @@
 //! merge order); both end in the same kernel and the same merge, so wrong metadata gives wrong numbers, and no metadata can
 //! make this code touch memory that is not its own.
 //!
+//! [`mla`] executes the MLA backends' metadata by the same kernel over a cache of latents; [`mamba`] keeps states instead.
+//!
 //! Results are a function of the metadata alone: not of the number of threads, nor of what else is in the batch. They do
 //! depend on splits and chunks (other sums), and on the instruction set.
 //!
