@@ -35,6 +35,8 @@ struct Route {
 pub(super) struct ExpertsScratch {
     scores: Vec<f32>,
     chosen: Vec<(usize, f32)>,
+    /// The best expert of each group.
+    best: Vec<f32>,
     routes: Vec<Route>,
     /// The inputs and outputs of one expert.
     gathered: Vec<f32>,
@@ -113,7 +115,7 @@ impl Experts {
             .forward(pool, m, x, &mut buffers.projection, scores)?;
         scratch.routes.clear();
         for (token, scores) in scores.chunks_exact_mut(self.config.num_experts).enumerate() {
-            choose(&self.config, scores, &mut scratch.chosen);
+            choose(&self.config, scores, &mut scratch.best, &mut scratch.chosen);
             let of_token = |&(expert, weight): &(usize, f32)| Route {
                 expert,
                 token,
@@ -150,7 +152,12 @@ impl Experts {
 }
 
 /// The experts of a token and their weights, of its router's `scores`, which are overwritten.
-fn choose(config: &ExpertsConfig, scores: &mut [f32], chosen: &mut Vec<(usize, f32)>) {
+fn choose(
+    config: &ExpertsConfig,
+    scores: &mut [f32],
+    best: &mut Vec<f32>,
+    chosen: &mut Vec<(usize, f32)>,
+) {
     match config.routing {
         Routing::SigmoidOfInput => {
             highest(config.num_experts_per_tok, scores, chosen);
@@ -166,9 +173,10 @@ fn choose(config: &ExpertsConfig, scores: &mut [f32], chosen: &mut Vec<(usize, f
             softmax(scores);
             if let Some((groups, kept)) = groups {
                 let size = scores.len() / groups;
-                let best = |group: &[f32]| group.iter().copied().fold(0.0, f32::max);
-                let best: Vec<f32> = scores.chunks_exact(size).map(best).collect();
-                highest(kept, &best, chosen);
+                let highest_of = |group: &[f32]| group.iter().copied().fold(0.0, f32::max);
+                best.clear();
+                best.extend(scores.chunks_exact(size).map(highest_of));
+                highest(kept, best, chosen);
                 for (group, scores) in scores.chunks_exact_mut(size).enumerate() {
                     if chosen.iter().all(|(kept, _)| *kept != group) {
                         scores.fill(0.0);
@@ -241,7 +249,7 @@ mod tests {
 
     fn routed(config: ExpertsConfig, scores: &[f32]) -> Vec<(usize, f32)> {
         let mut chosen = Vec::new();
-        choose(&config, &mut scores.to_vec(), &mut chosen);
+        choose(&config, &mut scores.to_vec(), &mut Vec::new(), &mut chosen);
         chosen
     }
 

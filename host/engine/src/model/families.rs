@@ -650,3 +650,7 @@ fn taps(fields: &Fields<'_>, name: &str) -> Result<usize, ModelError> {
         taps => Ok(taps),
     }
 }
+
+#[cfg(test)]
+#[path = "families_tests.rs"]
+mod tests;
