@@ -3,6 +3,7 @@
 mod batch;
 mod blocks;
 mod counts;
+mod families;
 mod hybrid;
 mod invariance;
 mod recorded;
