@@ -219,8 +219,9 @@ fn mamba1(
             .collect();
         for channel in 0..channels {
             let mut dt = f64::from(i.dt_bias[channel]);
-            for r in 0..rank {
-                dt += f64::from(i.dt_proj[channel * rank + r]) * projected[r];
+            let weights = &i.dt_proj[channel * rank..(channel + 1) * rank];
+            for (&weight, from) in weights.iter().zip(&projected) {
+                dt += f64::from(weight) * from;
             }
             let delta = softplus(dt);
             let mut y = f64::from(i.d[channel]) * x[channel];

@@ -30,9 +30,10 @@ pub(super) fn exp<const FMA: bool>(x: f64) -> f64 {
     let clamped = if clamped > 700.0 { 700.0 } else { clamped };
     let shifted = fma::<FMA>(clamped, std::f64::consts::LOG2_E, MAGIC);
     let n = shifted - MAGIC;
-    // 33 bits of ln 2: their product with n is exact.
-    let r = fma::<FMA>(n, -0.693_147_180_601_954_46, clamped);
-    let r = fma::<FMA>(n, 4.200_915_030_795_907e-11, r);
+    // ln 2, whose product with n is exact, and the rest of it.
+    let (high, low) = (0x3fe6_2e42_fee0_0000, 0x3dea_39ef_3579_3c76);
+    let r = fma::<FMA>(n, -f64::from_bits(high), clamped);
+    let r = fma::<FMA>(n, -f64::from_bits(low), r);
     let mut p = 1.0 / 6_227_020_800.0;
     for factor in SERIES {
         p = fma::<FMA>(p, r, factor);

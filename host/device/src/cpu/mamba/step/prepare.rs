@@ -205,7 +205,7 @@ impl<'a> Preparation<'a> {
         Ok(self.resolver.row_width(&padded.tensor))
     }
 
-    pub(super) fn needed<'t, T>(field: Field, value: &'t Option<T>) -> Result<&'t T> {
+    pub(super) fn needed<T>(field: Field, value: &Option<T>) -> Result<&T> {
         value
             .as_ref()
             .ok_or_else(|| inconsistent(field, "missing, where there are rows that need it".into()))
@@ -483,10 +483,10 @@ impl<'a> Preparation<'a> {
         rows.check(fields, decodes.saturating_add(prefills))?;
         let tokens = self.tokens_from("query_start_loc", 0);
         let decode_tokens = metadata.num_decode_tokens as usize;
-        for row in 0..states.len() {
+        for (row, &len) in has.iter().enumerate() {
             let of_row = own("query_start_loc", starts, row, self.num_tokens)?;
             // A row that is all query begins with nothing.
-            let has_context = has[row] as i64 > of_row.len() as i64;
+            let has_context = i64::from(len) > of_row.len() as i64;
             let begin = rows.begin(row).map(|(state, _)| match has_context {
                 true => (state, From::State(state)),
                 false => (state, From::Zeros),
