@@ -112,7 +112,6 @@ fn field_case_21_a_request_of_four_chunks_has_four_rows_everywhere() {
     assert!(config.scheduler.max_num_seqs >= 4);
     check(&scenario, 256);
 
-    let mut layer = layer;
     layer.block_size = 2;
     let scenario = Scenario::new(
         &mut rng(20),

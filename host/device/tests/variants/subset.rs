@@ -112,7 +112,7 @@ fn mutants(metadata: &Metadata) -> Vec<Metadata> {
         for place in 0..columns(plan).len() {
             for by in [1, u32::MAX, 1 << 20] {
                 add(part, &|plan| {
-                    columns(plan)[place] = columns(plan)[place].wrapping_add(by)
+                    columns(plan)[place] = columns(plan)[place].wrapping_add(by);
                 });
             }
             add(part, &|plan| columns(plan)[place] = 0);
