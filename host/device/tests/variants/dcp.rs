@@ -3,17 +3,22 @@
 
 use rand::Rng;
 use rand_pcg::Pcg64Mcg;
-use timetable_attention::batch::{ContextParallel, GroupStep, SlotRule, slot_mapping_into};
+use timetable_attention::{
+    Grant,
+    batch::{ContextParallel, GroupStep, SlotRule, slot_mapping_into},
+    plain_builder,
+};
 use timetable_device::cpu::{
     AttentionConfig, ContextParallelImpl, ContextParallelMetadata, ImplError, KvCache, Partial,
     PrepareError, StepMetadata, new_impl,
 };
+use timetable_reference::native_twin;
 use timetable_types::{
     BuilderConfig, Causal, DcpInputs, Family, Metadata, batch::dcp_local_seq_lens_into,
 };
 
 use crate::{
-    scenario::{Scenario, assert_close, build, builder_config, family},
+    scenario::{Scenario, assert_close, build, builder_config, family, verified},
     support::{config, pick, random_rows, rng},
 };
 
@@ -141,6 +146,19 @@ fn rank(whole: &Scenario, parallel: ContextParallel) -> Rank {
 
 /// Runs the step on `size` ranks; checks each rank's merged heads against float64, and ranks that hold nothing. The error.
 fn check(whole: &Scenario, name: &str, size: u32, interleave: u32) -> f64 {
+    check_by(whole, name, size, interleave, |rank| {
+        build(name, &rank.config, &rank.step, rank.num_blocks)
+    })
+}
+
+/// The same with metadata that `build` makes for each rank, of the family of the builder called `name`.
+fn check_by(
+    whole: &Scenario,
+    name: &str,
+    size: u32,
+    interleave: u32,
+    build: impl Fn(&Rank) -> Metadata,
+) -> f64 {
     let layer = whole.layer;
     let (heads, head_size) = (layer.num_heads / size as usize, layer.head_size);
     let tokens = whole.step.cam.num_actual_tokens as usize;
@@ -171,7 +189,7 @@ fn check(whole: &Scenario, name: &str, size: u32, interleave: u32) -> f64 {
             interleave,
         };
         let rank = rank(whole, parallel);
-        let metadata = build(name, &rank.config, &rank.step, rank.num_blocks);
+        let metadata = build(&rank);
         let inputs = rank.step.tensors.inputs();
         let mut step = ContextParallelMetadata::new();
         step.prepare(&metadata, &inputs, layer.block_size as u32, rank.parallel)
@@ -324,6 +342,33 @@ fn flash_attn_verifies_drafts_and_takes_flags_on_ranks() {
             check(&scenario, "flash-attn", size, 1);
         }
     }
+}
+
+/// A whole prompt before what extends a context: the builder's counts, as the field makes them, miss the context and are refused;
+/// the plain builder counts nothing, and every row attends to its context.
+#[test]
+fn rows_in_another_order_are_the_plain_builders() {
+    let layer = config(4, 1, 32);
+    let rows = [(1, 20), (10, 10), (10, 40)];
+    let scenario = Scenario::new(&mut rng(40), layer, Causal::All(true), &rows, (0, 0));
+    check_by(&scenario, "flash-attn", 2, 1, |rank| {
+        let common = &rank.step.cam;
+        let verified = |metadata: &Metadata| {
+            let (config, step) = (&rank.config, &rank.step);
+            verified(config, step, rank.num_blocks, Grant::Exact, metadata)
+        };
+        let mut builder = native_twin("flash-attn", &rank.config).expect("a builder");
+        let counted = builder.build(common, false).expect("metadata");
+        let refusal = verified(&counted).expect_err("it misses a context");
+        assert!(
+            refusal.to_string().contains("num_prefill_reqs"),
+            "{refusal}"
+        );
+        let mut plain = plain_builder(Family::FlashAttn, &rank.config).expect("a builder");
+        let plain = plain.build(common, false).expect("metadata");
+        verified(&plain).expect("it covers every context");
+        plain
+    });
 }
 
 #[test]
