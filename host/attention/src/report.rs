@@ -254,8 +254,12 @@ fn hazards(groups: &[AttentionGroup], facts: &RunFacts<'_>) -> Vec<Hazard> {
             ),
         ));
     }
-    if groups.iter().any(|group| group.view() == BatchView::States) {
-        found.extend(state_hazards(facts));
+    // A state stands for all tokens before it: no part of it can be shared.
+    if facts.prefix_caching && groups.iter().any(|group| group.view() == BatchView::States) {
+        found.push(Hazard::warning(
+            "prefix_caching_disabled",
+            "Hybrid or mamba-based model detected without support for prefix caching: disabling.",
+        ));
     }
     // One line per backend and cause, however many groups it has.
     let mut seen: Vec<(&str, &'static str)> = Vec::new();
@@ -267,28 +271,6 @@ fn hazards(groups: &[AttentionGroup], facts: &RunFacts<'_>) -> Vec<Hazard> {
                 found.push(hazard);
             }
         }
-    }
-    found
-}
-
-/// What does not go together with layers that keep a state: a state stands for all tokens before it, so none of it can be shared
-/// or taken back.
-fn state_hazards(facts: &RunFacts<'_>) -> Vec<Hazard> {
-    let mut found = Vec::new();
-    if facts.prefix_caching {
-        found.push(Hazard::warning(
-            "prefix_caching_disabled",
-            "Hybrid or mamba-based model detected without support for prefix caching: disabling.",
-        ));
-    }
-    if facts.num_speculative_tokens > 0 {
-        found.push(Hazard::refusal(
-            "speculation_over_states",
-            format!(
-                "{} draft tokens: the model has recurrent layers, and a state cannot take back a draft that is refused; leave speculation out (--speculative-method)",
-                facts.num_speculative_tokens
-            ),
-        ));
     }
     found
 }

@@ -8,7 +8,8 @@ use std::{
 };
 
 use timetable_attention::{
-    Grant, Resolver, Siblings, Verifier, VerifyContext,
+    BlockTable, Grant, Resolver, Siblings, Verifier, VerifyContext,
+    batch::{VirtualRows, max_virtual_rows},
     describe::StepDescription,
     plain_builder,
     types::{
@@ -119,4 +120,33 @@ fn verifying_and_resolving_allocate_once_and_then_never() {
     };
     assert!(allocations(&mut run) > 0, "the counter counts");
     assert_eq!(allocations(&mut run), 0);
+}
+
+#[test]
+fn a_step_is_cut_into_chunks_without_allocating() {
+    const CHUNK: u32 = 8;
+    let (rows, tokens, block_size) = (3, 40, 4);
+    let capacity = max_virtual_rows(rows, tokens, CHUNK);
+    let mut cut = VirtualRows::new(CHUNK, block_size, capacity).expect("blocks divide the chunk");
+    let mut table = Vec::with_capacity(capacity * cut.columns.blocks_per_chunk);
+    let data: Vec<i32> = (0..rows as i32 * 16).collect();
+    let whole = BlockTable {
+        data: &data,
+        width: 16,
+    };
+    let mut most = 0;
+    // The largest step first, as far as it may go.
+    for (starts, lens) in [
+        ([0, 1, 2, 40], [9, 17, 64]),
+        ([0, 13, 26, 40], [29, 30, 29]),
+        ([0, 1, 2, 3], [1, 8, 64]),
+    ] {
+        let allocated = allocations(|| {
+            cut.cut(&starts, &lens, whole.width);
+            cut.columns.gather_into(whole, &mut table);
+        });
+        assert_eq!(allocated, 0);
+        most = most.max(cut.seq_lens.len());
+    }
+    assert!(most > rows, "a row was meant to have several chunks");
 }

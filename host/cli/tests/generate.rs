@@ -3,6 +3,7 @@
 mod support;
 
 use support::{file, run, timetable, tiny_llama};
+use timetable_tests::tiny_models::Recorded;
 
 fn generate(extra: &[&str]) -> support::Ran {
     let model = tiny_llama();
@@ -54,10 +55,85 @@ fn both_backends_give_the_same_tokens() {
     );
     assert_eq!(flash_attn["output_token_ids"].as_array().unwrap().len(), 24);
     assert_eq!(flash_attn["finish_reason"], "length");
+    for other in ["FLASHINFER", "TRITON_ATTN"] {
+        let tokens = &answer(other)["output_token_ids"];
+        assert_eq!(&flash_attn["output_token_ids"], tokens, "{other}");
+    }
+}
+
+#[test]
+fn a_hybrid_model_has_a_builder_for_each_of_its_groups() {
+    let recorded = Recorded::load();
+    let bamba = recorded.cases.iter().find(|case| case.family() == "bamba");
+    let model = tempfile::tempdir().unwrap();
+    bamba.expect("a Bamba").write(model.path());
+    let tokenizer = tiny_llama().join("tokenizer.json");
+    std::fs::copy(tokenizer, model.path().join("tokenizer.json")).unwrap();
+    let generate = |more: &[&str]| {
+        let model = model.path().to_str().unwrap();
+        let arguments = ["generate", "--model", model, "--prompt", "t40 t5 t77"];
+        let rest = ["--max-tokens", "8", "--ignore-eos", "--json"];
+        let sizes = ["--admin", "none", "--num-gpu-blocks-override", "64"];
+        run(&[&arguments[..], &rest, &sizes, more].concat())
+    };
+    let serving = |more: &[&str]| {
+        let answer = generate(more).succeeds().json();
+        assert_eq!(answer["fallback_steps"], 0);
+        let warned = &answer["hazards"][0]["code"];
+        assert_eq!(*warned, "prefix_caching_disabled");
+        let builders = answer["builders"].as_array().unwrap().clone();
+        let of = |builder: &serde_json::Value| {
+            let text = |key: &str| builder[key].as_str().unwrap_or_default().to_owned();
+            assert!(builder["steps"].as_u64().unwrap() >= 8, "{builder}");
+            (
+                text("group"),
+                text("view"),
+                builder["active"]["origin"].clone(),
+            )
+        };
+        let tokens = answer["outputs"][0]["output_token_ids"].clone();
+        (builders.iter().map(of).collect::<Vec<_>>(), tokens)
+    };
+    let (builders, tokens) = serving(&[]);
+    let embedded = |group: &str, view: &str, name: &str| {
+        let origin = serde_json::json!(format!("embedded {name}"));
+        (group.to_owned(), view.to_owned(), origin)
+    };
     assert_eq!(
-        flash_attn["output_token_ids"],
-        answer("FLASHINFER")["output_token_ids"]
+        builders,
+        [
+            embedded("FLASH_ATTN/0", "plain", "flash-attn"),
+            embedded("MAMBA2/1", "states", "mamba")
+        ]
     );
+    // A component serves the groups of its interface, the others keep theirs.
+    let scratch = tempfile::tempdir().unwrap();
+    let bytes = |name: &str| timetable_reference::component(name).unwrap().bytes;
+    let mamba = file(&scratch, "own.wasm", bytes("mamba"));
+    let flashinfer = file(&scratch, "other.wasm", bytes("flashinfer"));
+    let (own, same) = serving(&["--builder", &format!("MAMBA={mamba}")]);
+    assert_eq!(own[0], builders[0]);
+    assert_eq!(own[1].2, mamba.as_str());
+    assert_eq!(same, tokens);
+    // What no group can use is refused, with what they need.
+    generate(&["--builder", &format!("FLASHINFER={flashinfer}")])
+        .fails(2, &["FLASHINFER", "FLASH_ATTN and MAMBA"]);
+    generate(&["--builder", &format!("MAMBA={flashinfer}")])
+        .fails(4, &["`flashinfer`", "MAMBA needs one of `mamba`"]);
+    let drafts = [
+        "--speculative-method",
+        "ngram",
+        "--num-speculative-tokens",
+        "2",
+    ];
+    generate(&drafts).fails(4, &["recurrent layers", "num_speculative_tokens is 2"]);
+    // What is recorded is each group's own view of a step, and another process builds the same from it.
+    let recording = scratch.path().join("recording");
+    let recording = recording.to_str().unwrap();
+    serving(&["--record", recording]);
+    let replayed = run(&["replay", recording, "--json"]).succeeds().json();
+    assert!(replayed["steps"].as_u64() >= Some(16), "{replayed}");
+    assert_eq!(replayed["reproduced"], true);
 }
 
 #[test]

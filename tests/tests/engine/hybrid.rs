@@ -150,6 +150,33 @@ fn a_request_that_lost_its_blocks_and_its_state_is_computed_again() {
 }
 
 #[test]
+fn a_model_of_recurrent_layers_alone_runs_whatever_the_cache() {
+    let mixers = [MAMBA2, GDN];
+    let expected = expected(&mixers);
+    for cache_size in [CacheSize::Blocks(160), CacheSize::MemoryFraction(0.9)] {
+        let config = EngineConfig {
+            attention_backend: None,
+            cache_size,
+            ..config(Family::FlashAttn)
+        };
+        let plan = AttentionPlan::new(&config, Toy::new(&mixers).config()).unwrap();
+        assert_eq!(plan.block_bytes(), 0);
+        let mut engine = engine(&config, &mixers, &drive::component("mamba"));
+        check(&mut engine, &expected, &format!("{cache_size:?}"));
+        assert_eq!(engine.stats().fallback_steps, 0);
+    }
+    // States that memory has no room for are refused like blocks that it has no room for.
+    let config = EngineConfig {
+        attention_backend: None,
+        max_num_seqs: 1 << 16,
+        cache_size: CacheSize::MemoryFraction(1e-6),
+        ..config(Family::FlashAttn)
+    };
+    let text = refused(&config, &mixers, &BuilderSource::Plain);
+    assert!(text.contains("no memory for the KV cache"), "{text}");
+}
+
+#[test]
 fn latents_in_every_backend_and_dtype_the_cpu_has() {
     let mixers = [LATENT, GDN, FULL, LATENT];
     let expected = expected(&mixers);

@@ -45,6 +45,37 @@ fn step(scheduler: &mut Scheduler) -> Vec<(RequestKey, usize)> {
     rows
 }
 
+/// The recurrent states of requests.
+fn states(scheduler: &Scheduler, keys: &[RequestKey]) -> Vec<u32> {
+    let of = |key: &RequestKey| scheduler.request(*key).state();
+    keys.iter().map(of).collect()
+}
+
+#[test]
+fn a_running_request_has_a_state_of_its_own_and_gives_it_back() {
+    let mut scheduler = scheduler(2, 8, 5, 4);
+    let keys: Vec<RequestKey> = (1..4)
+        .map(|token| scheduler.add(vec![token; 4], Some(9)).unwrap())
+        .collect();
+    assert_eq!(states(&scheduler, &keys), [0, 0, 0], "nothing runs");
+    step(&mut scheduler);
+    assert_eq!(states(&scheduler, &keys), [1, 2, 0]);
+    // Four blocks: the younger loses its own, and its state, when the older needs a third.
+    while scheduler.num_preemptions() == 0 {
+        step(&mut scheduler);
+    }
+    assert_eq!(states(&scheduler, &keys), [1, 0, 0]);
+    assert_eq!(scheduler.request(keys[1]).num_computed(), 0);
+    scheduler.finish(keys[0]);
+    step(&mut scheduler);
+    let given: Vec<u32> = states(&scheduler, &keys[1..]);
+    assert!(
+        given.iter().all(|state| (1..=2).contains(state)),
+        "{given:?}"
+    );
+    assert_ne!(given[0], given[1]);
+}
+
 #[test]
 fn running_requests_go_first_and_prompts_are_cut_to_the_budget() {
     let mut scheduler = scheduler(4, 8, 40, 4);

@@ -109,6 +109,14 @@ impl AttentionPlan {
         let mixers: Vec<Mixer> = (0..model.num_hidden_layers)
             .map(|layer| model.mixer(layer))
             .collect();
+        let is_recurrent = |mixer: &Mixer| matches!(mixer, Mixer::Recurrent(_));
+        if engine.speculative.is_some() && mixers.iter().any(is_recurrent) {
+            return Err(EngineError::Setting {
+                name: "num_speculative_tokens",
+                value: engine.num_speculative_tokens().to_string(),
+                remedy: "the model has recurrent layers, and a state cannot take back a draft that is refused; leave speculation out (--speculative-method)",
+            });
+        }
         let mut selection_warnings = Vec::new();
         let rows = Rows::chosen(engine, model, &mixers, &facts, &mut selection_warnings)?;
         let layers = layers(engine, model, &mixers, &rows, &facts)?;
