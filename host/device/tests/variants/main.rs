@@ -9,6 +9,7 @@ mod causal;
 mod dcp;
 mod fast_prefill;
 mod local;
+mod padding;
 mod scenario;
 mod speculation;
 mod subset;
