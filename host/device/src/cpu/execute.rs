@@ -281,6 +281,9 @@ impl<E: Element> Forward<'_, E> {
     }
 }
 
+/// Runs one leaf: its index, its rows `f32 [rows, width]`, and a number for each row.
+type RunLeaf<'a> = dyn Fn(usize, &mut [f32], &mut [f64]) + Sync + 'a;
+
 /// Leaves of work, each with rows of its own in a buffer, one leaf's behind the other's.
 pub(super) struct Leaves<'a> {
     /// Of all leaves before one.
@@ -289,8 +292,7 @@ pub(super) struct Leaves<'a> {
     pub row: &'a (dyn Fn(usize) -> usize + Sync),
     /// Elements of a row.
     pub width: usize,
-    /// Runs one leaf: its rows `f32 [rows, width]`, and a number for each.
-    pub run: &'a (dyn Fn(usize, &mut [f32], &mut [f64]) + Sync),
+    pub run: &'a RunLeaf<'a>,
 }
 
 impl Leaves<'_> {

@@ -150,7 +150,7 @@ fn metadata_and_tensors_of_another_shape_are_refused() {
             .to_string();
         assert!(error.contains(what), "{error}");
     }
-    let short = &mut vec![0.0; 5];
+    let short = &mut [0.0; 5];
     assert!(
         attention
             .forward(&batch.inputs(), cache, Some(&step), short)

@@ -228,7 +228,13 @@ mod tests {
                 outputs,
             };
             type Run = fn(&Projection<'_>, usize, &mut [f32], usize);
-            for (run, across) in [(project as Run, false), (combine as Run, true)] {
+            let all: [(Run, bool); 4] = [
+                (project, false),
+                (combine, true),
+                (tiles::<Portable<false>, false>, false),
+                (tiles::<Portable<false>, true>, true),
+            ];
+            for (run, across) in all {
                 let mut out = vec![f32::NAN; rows * stride];
                 run(&of, rows, &mut out, stride);
                 for row in 0..rows {

@@ -14,7 +14,7 @@ fn noise(count: usize, mut state: u32) -> Vec<f32> {
 }
 
 fn builds<E: Element>(task: &Task<'_, E>, rows: usize) {
-    let size = task.config.head_size;
+    let size = task.content.value_size;
     let mut workspace = Workspace::default();
     let mut portable = (vec![f32::NAN; rows * size], vec![f64::NAN; rows]);
     attend_portable(
@@ -96,5 +96,45 @@ fn all_builds_agree() {
                 }
             }
         }
+    }
+}
+
+/// A key of latent attention has its value within itself.
+#[test]
+fn all_builds_agree_on_latents() {
+    for (heads, q_len, latent, rotated) in [(1, 1, 33, 7), (3, 1, 64, 16), (5, 4, 40, 8)] {
+        let size = latent + rotated;
+        let config = AttentionConfig {
+            num_heads: heads,
+            head_size: size,
+            scale: 0.3,
+            num_kv_heads: 1,
+            sliding_window: None,
+            logits_soft_cap: None,
+            kv_cache_dtype: CacheDtype::F32,
+            block_size: 16,
+            batch_invariant: false,
+        };
+        let query = noise(q_len * heads * size, 1);
+        let pages: Vec<i32> = (0..10).rev().collect();
+        let cache = noise(160 * size, 2);
+        let task = Task {
+            query: &query,
+            cache: &cache,
+            content: Content {
+                stride: size,
+                value_size: latent,
+                value_start: 0,
+            },
+            pages: &pages,
+            config: &config,
+            token: 0,
+            q_len,
+            kv_len: 150,
+            causal: true,
+            kv_head: 0,
+            keys: 16..150,
+        };
+        builds(&task, q_len * heads);
     }
 }
