@@ -1,5 +1,5 @@
 //! The Mamba family's layers against the f64 reference: requests that prefill in chunks, decode and verify drafts, several in a
-//! step and padded, by metadata that the plain builder made and by random metadata made here.
+//! step and padded, by metadata that the plain builder and the reference builder made and by random metadata made here.
 //!
 //! The relative error is max |a − b| / max |b| over one output row (one token), the largest over all rows; of a state, over the
 //! state.
@@ -14,7 +14,7 @@ mod wrong;
 
 use support::bits;
 use timetable_types::{MambaCacheMode, MambaType, Metadata, Tensor, mamba::Metadata as Record};
-use world::{Kind, Made, Row, World, state_bits};
+use world::{Kind, Made, PLAIN, Row, World, state_bits};
 
 const BOUND: f64 = 2e-6;
 
@@ -194,12 +194,12 @@ fn a_row_does_not_depend_on_what_else_is_in_the_batch() {
     for &mamba_type in MambaType::ALL {
         for seed in 0..20 {
             let (mut world, rows) = next_step(mamba_type, 700 + seed);
-            let together = world.make(&rows).remove(0);
+            let together = world.make(&rows).remove(PLAIN);
             let (output, states) = world.forward(&together);
             let width = world.layer.config.output_size();
             let mut first = 0;
             for row in &rows {
-                let alone = world.make(std::slice::from_ref(row)).remove(0);
+                let alone = world.make(std::slice::from_ref(row)).remove(PLAIN);
                 let (own, own_states) = world.forward(&alone);
                 let count = row.tokens.len() * width;
                 let expected = &output[first..first + count];
@@ -233,7 +233,7 @@ fn case_05_a_first_chunk_of_one_token_begins_without_a_state() {
             world.row(0, Kind::Decode, 1, 0),
             world.row(1, Kind::Prefill, 1, 0),
         ];
-        let plain = world.make(&step).remove(0);
+        let plain = world.make(&step).remove(PLAIN);
         assert_eq!(plain.step.tensors.seq_lens, [50, 1]);
         let Metadata::Mamba(record) = &plain.metadata else {
             panic!("another family");

@@ -1,10 +1,12 @@
-//! Requests that go through several steps of a layer, each step by metadata of the plain builder and by random metadata made
-//! here. Whatever a step may not read is NaN.
+//! Requests that go through several steps of a layer, each step by metadata of the plain builder and of the reference builder, and
+//! by random metadata made here. Whatever a step may not read is NaN.
 
 #[path = "../support/builder_config.rs"]
 pub mod builder_config;
 #[path = "by_hand.rs"]
 mod by_hand;
+
+use std::sync::Mutex;
 
 use rand::{Rng, seq::SliceRandom};
 use rand_pcg::Pcg64Mcg;
@@ -17,6 +19,7 @@ use timetable_device::{
     cpu::mamba::{MambaImpl, MambaStates, MambaStepMetadata},
     reference::max_relative_error,
 };
+use timetable_reference::native_twin;
 use timetable_types::{
     BuilderConfig, Extra, ExtraValue, Family, KvCacheSpec, KvCacheSpecKind, MambaCacheMode,
     MambaSpec, MambaType, Metadata,
@@ -26,6 +29,11 @@ use crate::{
     layers::{Layer, Token, random_config},
     support::{normal, pick, rng},
 };
+
+/// What `make` gives, in order.
+pub const PLAIN: usize = 0;
+pub const BY_HAND: usize = 1;
+pub const REFERENCE: usize = 2;
 
 const REQUESTS: usize = 6;
 const BLOCK_SIZE: usize = 16;
@@ -69,6 +77,8 @@ pub struct World {
     requests: Vec<Request>,
     states: MambaStates,
     rng: Pcg64Mcg,
+    /// From step to step the same.
+    prepared: Mutex<MambaStepMetadata>,
     /// (rows, tokens) of no request, one of which a step has.
     pub padding: &'static [(usize, usize)],
 }
@@ -148,6 +158,7 @@ impl World {
             requests,
             states,
             rng,
+            prepared: Mutex::default(),
             padding: &[(0, 0), (0, 0), (1, 1), (2, 5)],
         }
     }
@@ -253,7 +264,7 @@ impl World {
         }
     }
 
-    /// The step by the plain builder, and by hand.
+    /// The step by the plain builder, by hand, and by the reference builder.
     pub fn make(&mut self, rows: &[Row]) -> Vec<Made> {
         self.carry(rows);
         let padding = *pick(&mut self.rng, self.padding);
@@ -316,6 +327,8 @@ impl World {
         }
         let mut builder = plain_builder(Family::Mamba, &self.config).expect("a plain builder");
         let plain = builder.build(&step.cam, false).expect("plain metadata");
+        let mut builder = native_twin("mamba", &self.config).expect("the reference builder");
+        let reference = builder.build(&step.cam, false).expect("its metadata");
         let tensors = self.layer.tensors(tokens.iter().copied());
         let by_hand = by_hand::metadata(
             &by_hand::Step {
@@ -334,8 +347,9 @@ impl World {
             accepted: accepted.clone(),
             tensors: tensors.clone(),
         };
-        let all = vec![made(plain), made(by_hand)];
-        self.verify(&all[0]);
+        let all = vec![made(plain), made(by_hand), made(reference)];
+        self.verify(&all[PLAIN]);
+        self.verify(&all[REFERENCE]);
         all
     }
 
@@ -362,7 +376,7 @@ impl World {
             num_blocks: self.states.num_states() as u32,
         };
         let verified = Verifier::new().verify(&made.metadata, &context);
-        verified.expect("plain metadata pass");
+        verified.expect("what builders make passes");
     }
 
     /// Output and states, from the world's own on.
@@ -377,7 +391,7 @@ impl World {
 
     fn run_on(&self, made: &Made, metadata: &Metadata) -> Result<(Vec<f32>, MambaStates), String> {
         let extras = [("num_accepted_tokens", made.accepted.as_slice())];
-        let mut prepared = MambaStepMetadata::new();
+        let mut prepared = self.prepared.lock().expect("no panic before");
         prepared
             .prepare(metadata, &made.inputs(&extras), self.spec())
             .map_err(|error| error.to_string())?;
@@ -386,7 +400,7 @@ impl World {
         let mut output = vec![1e30; tokens * self.layer.config.output_size()];
         let inputs = self.layer.inputs(&made.tensors);
         self.implementation
-            .forward(&inputs, &mut states, Some(&prepared), &mut output)
+            .forward(&inputs, &mut states, Some(&*prepared), &mut output)
             .map_err(|error| error.to_string())?;
         Ok((output, states))
     }
@@ -414,6 +428,7 @@ impl World {
                 kept.push((before.table[before.column] as usize, all));
             }
         }
+        let mut after = None;
         for made in &all {
             let (output, states) = self.forward(made);
             let (own, padding) = output.split_at(expected.len());
@@ -444,10 +459,9 @@ impl World {
                     "state {state} changed"
                 );
             }
-            if made.metadata == all[all.len() - 1].metadata {
-                self.states = states;
-            }
+            after = Some(states);
         }
+        self.states = after.expect("a step that ran");
         for row in rows {
             let request = &mut self.requests[row.request];
             request

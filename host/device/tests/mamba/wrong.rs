@@ -14,7 +14,7 @@ use timetable_types::{
 use super::{BOUND, next_step};
 use crate::{
     support::{pick, rng},
-    world::{Kind, Made, Row, World, builder_config},
+    world::{BY_HAND, Kind, Made, Row, World, builder_config},
 };
 
 fn error(actual: &[f32], expected: &[f64], width: usize) -> f64 {
@@ -29,7 +29,7 @@ fn two(mamba_type: MambaType, kind: Kind, tokens: usize) -> (World, Vec<Row>, Ma
     let first: Vec<Row> = (0..2).map(|r| world.row(r, Kind::Prefill, 9, 0)).collect();
     world.run(&first);
     let rows: Vec<Row> = (0..2).map(|r| world.row(r, kind, tokens, 1)).collect();
-    let by_hand = world.make(&rows).remove(1);
+    let by_hand = world.make(&rows).remove(BY_HAND);
     (world, rows, by_hand)
 }
 
@@ -106,7 +106,7 @@ fn what_is_kept_and_read_is_what_the_accepted_tokens_say() {
         world.run(&rows);
         let next: Vec<Row> = (0..2).map(|r| world.row(r, Kind::Verify, 2, 1)).collect();
         for accepted in 1..=4 {
-            let mut made = world.make(&next).remove(1);
+            let mut made = world.make(&next).remove(BY_HAND);
             let found = match &mut made.metadata {
                 Metadata::Mamba(Record::Gdn(metadata)) => &mut metadata.num_accepted_tokens,
                 metadata => &mut base(metadata).num_accepted_tokens,
@@ -126,7 +126,7 @@ fn what_is_kept_and_read_is_what_the_accepted_tokens_say() {
         }
         // A number that no column has: the row is left out.
         for accepted in [0, -1, i32::MIN, 5, i32::MAX] {
-            let mut made = world.make(&next).remove(1);
+            let mut made = world.make(&next).remove(BY_HAND);
             let found = match &mut made.metadata {
                 Metadata::Mamba(Record::Gdn(metadata)) => &mut metadata.num_accepted_tokens,
                 metadata => &mut base(metadata).num_accepted_tokens,
@@ -382,7 +382,7 @@ fn wild_numbers_are_harmless() {
     for &mamba_type in MambaType::ALL {
         for seed in 0..12 {
             let (mut world, rows) = next_step(mamba_type, 800 + seed);
-            let made = world.make(&rows).remove(1);
+            let made = world.make(&rows).remove(BY_HAND);
             for _ in 0..120 {
                 let mut metadata = made.metadata.clone();
                 let mut numbers = Numbers::of(&mut metadata);
