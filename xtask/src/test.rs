@@ -57,6 +57,9 @@ pub fn run(arguments: &[String]) -> Result<()> {
         arguments.extend(["--exclude", "timetable-tests"]);
     }
     cargo(&arguments)?;
+    if !quick {
+        crate::transformers::for_tests()?;
+    }
 
     heading("documentation");
     run_with(
