@@ -10,6 +10,8 @@
 //! 2. its impl, one per layer, scatters the step's keys and values by the host's own slots
 //!    (`AttentionImpl::do_kv_cache_update`), then executes the prepared metadata (`AttentionImpl::forward`).
 //!
+//! Latent attention and recurrent layers do so by traits of their own (`cpu::mla`, `cpu::mamba`): what a layer brings differs.
+//!
 //! A new backend on the CPU adds one `prepare_*` function that yields rows, work items and merge slots, and one line in
 //! `cpu::new_impl`; the kernel and the merge are shared.
 //!
