@@ -90,6 +90,24 @@ impl Case {
             .expect("the model is written");
     }
 
+    /// As [`Case::write`], with tiny-llama's tokenizer of words, `t0` and on, as far as the vocabulary goes.
+    ///
+    /// # Panics
+    /// If it cannot.
+    pub fn write_with_tokenizer(&self, dir: &Path) {
+        self.write(dir);
+        let words = crate::drive::tiny_llama_dir().join("tokenizer.json");
+        let text = std::fs::read_to_string(words).expect("a tokenizer");
+        let mut tokenizer: Value = serde_json::from_str(&text).expect("JSON");
+        let size = self.config["vocab_size"].as_u64().expect("a size");
+        let known = |id: &Value| id.as_u64().is_some_and(|id| id < size);
+        let vocabulary = tokenizer["model"]["vocab"].as_object_mut();
+        vocabulary.expect("words").retain(|_, id| known(id));
+        // Its special ones would be found in other words: `t3` in `t36`.
+        tokenizer["added_tokens"] = Value::Array(Vec::new());
+        std::fs::write(dir.join("tokenizer.json"), tokenizer.to_string()).expect("written");
+    }
+
     /// Middle and half width of a tensor's values: activations stay near unit variance.
     fn spread(&self, name: &str, shape: &[usize]) -> (f32, f32) {
         let zero_centred = matches!(self.family(), "gemma3_text" | "qwen3_next")

@@ -410,3 +410,29 @@ fn a_chat_template_cannot_run_forever_or_fill_memory() {
         .fails(4, &["chat template"]);
     }
 }
+
+/// DeepSeek-V2, Bamba, Qwen3-Next, Gemma 3 and Llama 4, as a user runs them.
+#[test]
+fn every_hybrid_and_latent_family_answers_with_transformers_tokens() {
+    let recorded = timetable_tests::tiny_models::Recorded::load();
+    let words = recorded.prompts[0].iter().map(|token| format!("t{token}"));
+    let prompt = words.collect::<Vec<_>>().join(" ");
+    for case in &recorded.cases {
+        let dir = tempfile::tempdir().expect("a directory");
+        case.write_with_tokenizer(dir.path());
+        let tokens = case.greedy[0].len().to_string();
+        let mut arguments = vec!["generate", "--model", dir.path().to_str().unwrap()];
+        arguments.extend(["--admin", "none", "--num-gpu-blocks-override", "64"]);
+        arguments.extend(["--prompt", &prompt, "--max-tokens", &tokens]);
+        arguments.extend(["--ignore-eos", "--json"]);
+        if case.config["attention_chunk_size"].is_u64() {
+            // It must divide the chunk.
+            arguments.extend(["--block-size", "8"]);
+        }
+        let answer = run(&arguments);
+        let answer = answer.succeeds().json();
+        let output = &answer["outputs"][0]["output_token_ids"];
+        assert_eq!(*output, serde_json::json!(case.greedy[0]), "{}", case.name);
+        assert_eq!(answer["fallback_steps"], 0, "{}", case.name);
+    }
+}
