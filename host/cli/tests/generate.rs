@@ -114,6 +114,9 @@ fn a_hybrid_model_has_a_builder_for_each_of_its_groups() {
     let (own, same) = serving(&["--builder", &format!("MAMBA={mamba}")]);
     assert_eq!(own[0], builders[0]);
     assert_eq!(own[1].2, mamba.as_str());
+    let builder = format!("MAMBA={mamba}");
+    let named = ["--attention-backend", "FLASH_ATTN", "--builder", &builder];
+    assert_eq!(serving(&named).0, own);
     assert_eq!(same, tokens);
     // What no group can use is refused, with what they need.
     generate(&["--builder", &format!("FLASHINFER={flashinfer}")])

@@ -108,7 +108,7 @@ impl CpuExecutor {
             most,
             ..
         } = sizes.cache;
-        let used = used + states_bytes;
+        let used = used.saturating_add(states_bytes);
         let left = budget.saturating_sub(used);
         // Without keys every block is free of cost, if the states fit.
         let blocks = left.checked_div(block_bytes);

@@ -225,7 +225,7 @@ impl Engine {
             cache: CacheRequest {
                 size: config.cache_size,
                 block_bytes: plan.block_bytes(),
-                states_bytes: plan.state_bytes() * num_states as u64,
+                states_bytes: plan.state_bytes().saturating_mul(num_states as u64),
                 most: limits.max_num_seqs * blocks_of_one + 1,
             },
             num_states,

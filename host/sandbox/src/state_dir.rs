@@ -153,7 +153,7 @@ impl Manifest {
                 // A name that nobody asks for would be an active version that is silently lost.
                 match manifest.slots.keys().find(|slot| !is_slot(slot)) {
                     Some(slot) => Err(format!(
-                        "`{slot}` is no slot; it has those of a family's interface, or of that and @tenant"
+                        "`{slot}` is no slot; it has those of a family's interface, with /BACKEND where builders share it, and @tenant"
                     )),
                     None => Ok(manifest),
                 }
@@ -169,8 +169,18 @@ fn is_slot(name: &str) -> bool {
         Some((family, tenant)) => (family, Some(tenant)),
         None => (name, None),
     };
+    let (family, backend) = match family.split_once('/') {
+        Some((family, backend)) => (family, Some(backend)),
+        None => (family, None),
+    };
+    let is_name = |name: &str| {
+        let mut bytes = name.bytes();
+        !name.is_empty() && bytes.all(|b| b == b'_' || b.is_ascii_uppercase() || b.is_ascii_digit())
+    };
     let is_family = Family::ALL.iter().any(|known| known.interface() == family);
-    is_family && tenant.is_none_or(|tenant| TenantName::new(tenant).is_ok())
+    is_family
+        && backend.is_none_or(is_name)
+        && tenant.is_none_or(|tenant| TenantName::new(tenant).is_ok())
 }
 
 impl StateDir {

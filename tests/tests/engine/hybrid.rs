@@ -214,11 +214,94 @@ fn latents_in_every_backend_and_dtype_the_cpu_has() {
         block_size: 64,
         ..config(Family::FlashAttn)
     };
-    let mut engine = engine(&config, &latents, &BuilderSource::Plain);
+    let exact = EngineConfig {
+        kv_cache_dtype: KvCacheDtype::Auto,
+        ..config.clone()
+    };
     let plan = AttentionPlan::new(&config, Toy::new(&latents).config()).unwrap();
     assert_eq!(plan.block_bytes(), 64 * 656);
-    for answer in generate(&mut engine, requests()) {
-        assert_eq!((answer.tokens.len(), answer.error), (NEW_TOKENS, None));
+    // The first token's row of logits of each prompt: the same tokens before it in both.
+    let rows = |config: &EngineConfig| -> Vec<f32> {
+        let mut engine = engine(config, &latents, &BuilderSource::Plain);
+        let all = drive::logits(&mut engine, requests());
+        all.into_iter()
+            .flat_map(|mut rows| rows.remove(0))
+            .collect()
+    };
+    let (exact, rounded) = (rows(&exact), rows(&config));
+    let largest = exact.iter().fold(0f32, |max, x| max.max(x.abs()));
+    let pairs = exact.iter().zip(&rounded);
+    let off = pairs.fold(0f32, |max, (a, b)| max.max((a - b).abs())) / largest;
+    // Three bits of mantissa round by up to 1/16 each; sums of many are off by much less.
+    assert!(
+        (1e-5..0.06).contains(&off),
+        "off by {off} of the largest logit"
+    );
+}
+
+#[test]
+fn native_builders_serve_each_its_family() {
+    let expected = expected(&MIXERS);
+    let native = |(family, name): (Family, &'static str)| FamilyBuilder {
+        family,
+        source: BuilderSource::Native(Box::new(move |config| {
+            timetable_reference::native_twin(name, config)
+        })),
+        options: None,
+        grant: None,
+    };
+    let builders = [
+        (Family::Flashinfer, "flashinfer"),
+        (Family::FlashMla, "triton-mla"),
+        (Family::Mamba, "mamba"),
+    ];
+    let source = BuilderSource::ByFamily(builders.map(native).into());
+    let mut engine = engine(&config(Family::Flashinfer), &MIXERS, &source);
+    check(&mut engine, &expected, "native");
+    assert_eq!(engine.stats().fallback_steps, 0);
+    assert!(
+        engine.reload_handles().is_empty(),
+        "nothing can be replaced"
+    );
+}
+
+#[test]
+fn drafts_over_chunks_windows_and_latents_change_no_token() {
+    let mixers = [FULL, chunked(CHUNK), toy::window(6), LATENT];
+    let expected = expected(&mixers);
+    for family in ATTENTION {
+        let mut builders = components(family, "triton-mla");
+        builders.truncate(2);
+        for source in [BuilderSource::ByFamily(builders), BuilderSource::Plain] {
+            let config = EngineConfig {
+                speculative: Some(SpeculativeConfig {
+                    method: SpeculativeMethod::NgramGpu,
+                    num_speculative_tokens: 2,
+                    prompt_lookup_min: 1,
+                    prompt_lookup_max: 2,
+                }),
+                ..config(family)
+            };
+            let mut engine = engine(&config, &mixers, &source);
+            check(&mut engine, &expected, &format!("{family:?}"));
+            let stats = engine.stats();
+            assert_eq!((stats.fallback_steps, stats.failed_steps), (0, 0));
+            assert!(stats.speculation.num_draft_tokens > 0);
+        }
+    }
+}
+
+#[test]
+fn a_chunk_that_holds_every_request_is_no_chunk() {
+    let config = config(Family::FlashAttn);
+    for (chunk, view) in [
+        (124, BatchView::Local { chunk: 124 }),
+        (128, BatchView::Plain),
+        (1 << 24, BatchView::Plain),
+    ] {
+        let toy = Toy::new(&[chunked(chunk)]);
+        let plan = AttentionPlan::new(&config, toy.config()).unwrap();
+        assert_eq!(plan.groups()[0].view(), view, "{chunk}");
     }
 }
 

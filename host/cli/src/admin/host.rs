@@ -2,7 +2,7 @@
 
 mod configure;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
@@ -20,7 +20,7 @@ use timetable_sandbox::{
 
 use self::configure::Settings;
 use super::{Control, Submission};
-use crate::commands::builder_name;
+use crate::commands::{builder_name, slot_name};
 use crate::config::{Effective, Flags};
 
 /// One attention group of the running engine.
@@ -198,8 +198,12 @@ impl Host {
         let of_backend = |group: &&Group| group.is_of(backend);
         let groups: Vec<&Group> = self.groups.iter().filter(of_backend).collect();
         if groups.is_empty() {
-            let mut known: Vec<&str> = self.groups.iter().map(Group::backend).collect();
-            known.dedup();
+            let known: BTreeSet<&str> = self
+                .groups
+                .iter()
+                .map(|group| builder_name(group.backend(), group.handle.family()))
+                .collect();
+            let known: Vec<&str> = known.into_iter().collect();
             return Err(format!(
                 "backend `{backend}` serves no layer of this host; it runs {}",
                 known.join(", ")
@@ -373,13 +377,15 @@ fn record(state: &mut StateDir, groups: &[Group]) -> Result<(), StateError> {
     state.set(slots)
 }
 
-/// The manifest's name for whom a group builds: its family, and the tenant if it is one's own.
+/// The manifest's name for whom a group builds.
 fn slot_of(handle: &ReloadHandle) -> String {
-    let family = handle.family().interface();
-    match handle.group().split_once('@') {
-        Some((_, tenant)) => format!("{family}@{tenant}"),
-        None => family.to_owned(),
-    }
+    let (group, tenant) = match handle.group().split_once('@') {
+        Some((group, tenant)) => (group, Some(tenant)),
+        None => (handle.group(), None),
+    };
+    let backend = group.split('/').next().unwrap_or(group);
+    let family = handle.family();
+    slot_name(builder_name(backend, family), family, tenant)
 }
 
 fn now(state: &StateDir, handle: &ReloadHandle) -> SlotState {

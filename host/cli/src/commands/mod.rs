@@ -69,6 +69,19 @@ pub fn builder_name(backend: &str, family: Family) -> &str {
     }
 }
 
+/// The state directory's name for whom a builder builds: its family, with the backend where several builders share that, and the
+/// tenant if it is one's own.
+pub fn slot_name(builder: &str, family: Family, tenant: Option<&str>) -> String {
+    let mut name = family.interface().to_owned();
+    if family == Family::FlashMla {
+        name = format!("{name}/{builder}");
+    }
+    match tenant {
+        Some(tenant) => format!("{name}@{tenant}"),
+        None => name,
+    }
+}
+
 /// The embedded default component of a backend.
 pub fn embedded(backend: &str) -> Result<&'static timetable_reference::Embedded, Failure> {
     let components = timetable_reference::components();
@@ -121,4 +134,44 @@ pub fn read_component(path: &std::path::Path) -> Result<Vec<u8>, Failure> {
         )));
     }
     Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use timetable_sandbox::{SlotState, StateDir};
+
+    use super::{builder_name, slot_name};
+
+    #[test]
+    fn each_builder_has_a_slot_of_its_own_in_the_state_directory() {
+        let components = timetable_reference::components().iter();
+        let defaults: Vec<_> = components.filter(|component| component.default).collect();
+        let names = |tenant: Option<&str>| -> BTreeSet<String> {
+            let name = |builder: &str, family| slot_name(builder, family, tenant);
+            let names = defaults.iter();
+            names.map(|of| name(of.backend, of.family)).collect()
+        };
+        let all: Vec<String> = names(None).into_iter().chain(names(Some("a"))).collect();
+        assert_eq!(all.len(), 2 * defaults.len());
+        // Recurrent layers of all types share a builder; what directories have of the other families keeps its name.
+        let mamba = timetable_reference::component("mamba").unwrap();
+        let builder = builder_name("GDN_ATTN", mamba.family);
+        assert_eq!(slot_name(builder, mamba.family, Some("a")), "mamba@a");
+        assert!(all.contains(&"flash-attn".to_owned()));
+
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state");
+        let mut state = StateDir::open(&path).unwrap();
+        let slots = all.iter().map(|name| (name.clone(), SlotState::default()));
+        state.set(slots).unwrap();
+        drop(state);
+        let again = StateDir::open(&path).unwrap();
+        let found: BTreeSet<&str> = again.slots().map(|(name, _)| name).collect();
+        let kept = found
+            .iter()
+            .all(|name| all.iter().any(|known| known == name));
+        assert!(kept, "{found:?}");
+    }
 }

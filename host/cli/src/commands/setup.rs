@@ -21,7 +21,7 @@ use timetable_types::Family;
 use crate::admin::{self, Group, Host};
 use crate::cli::{SettingArgs, WeightsArg};
 use crate::commands::progress::Progress;
-use crate::commands::{builder_name, embedded};
+use crate::commands::{builder_name, embedded, slot_name};
 use crate::config::{Config, Effective, EngineSettings, Flags};
 use crate::device;
 use crate::exit::{Exit, Failure};
@@ -132,7 +132,6 @@ pub fn start(arguments: &Start<'_>) -> Result<Running, Failure> {
         .attention_backend
         .as_deref()
         .map(|backend| {
-            check_names(&arguments.flags.settings, &[backend])?;
             open(backend, None, Wanted::Configured).map(|found| (backend.to_owned(), found))
         })
         .transpose()?;
@@ -366,13 +365,9 @@ fn component(
         return Ok((origin, fetched, Vec::new()));
     }
     if let Some(state) = state
-        && let Some(active) = match tenant {
-            None => state.active(embedded.family),
-            Some(tenant) => {
-                let slot = state.slot(&format!("{}@{tenant}", embedded.family.interface()));
-                slot.and_then(|slot| slot.active.as_ref())
-            }
-        }
+        && let tenant = tenant.map(TenantName::as_str)
+        && let Some(slot) = state.slot(&slot_name(builder, embedded.family, tenant))
+        && let Some(active) = &slot.active
     {
         let kept = state.component(active.component).and_then(|component| {
             let signature = state.signature(active.component)?;

@@ -100,7 +100,7 @@ pub static TABLES: &[(&str, &str)] = &[
     ),
     (
         "builders.*",
-        "The builder of a backend: FLASH_ATTN, FLASHINFER. One table each.",
+        "The builder of a backend: FLASH_ATTN, FLASHINFER, TRITON_ATTN, FLASHMLA, FLASH_ATTN_MLA, TRITON_MLA, or MAMBA for every recurrent layer. One table each.",
     ),
     (
         "builders.*.options",

@@ -245,9 +245,11 @@ impl AttentionPlan {
 
     fn bytes(&self, counts: impl Fn(BatchView) -> bool) -> u64 {
         let groups = self.groups.iter().filter(|group| counts(group.view()));
-        groups
-            .map(|group| group.spec.page_size_bytes() * group.layer_names.len() as u64)
-            .sum()
+        let of_group = |group: &AttentionGroup| {
+            let layers = group.layer_names.len() as u64;
+            group.spec.page_size_bytes().saturating_mul(layers)
+        };
+        groups.map(of_group).fold(0, u64::saturating_add)
     }
 
     /// States of a pool for steps of `max_num_seqs` requests, the null state included; 0 for a model without recurrent layers.
@@ -507,8 +509,11 @@ fn layers(
             ) => {
                 let mut spec = attention_spec(engine, model, facts);
                 spec.sliding_window = sliding_window.map(|window| window as u32);
-                spec.attention_chunk_size = attention_chunk_size.map(|chunk| chunk as u32);
-                let class = match attention_chunk_size {
+                // A chunk that holds the longest request is no chunk.
+                let max_model_len = engine.model_len(model.max_position_embeddings);
+                let chunk = attention_chunk_size.filter(|&chunk| chunk < max_model_len);
+                spec.attention_chunk_size = chunk.map(|chunk| chunk as u32);
+                let class = match chunk {
                     Some(_) => row.class().wrapped("ChunkedLocalAttention"),
                     None => row.class(),
                 };
