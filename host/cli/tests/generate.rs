@@ -417,7 +417,7 @@ fn a_chat_template_cannot_run_forever_or_fill_memory() {
 /// DeepSeek-V2, Bamba, Qwen3-Next, Gemma 3 and Llama 4, as a user runs them.
 #[test]
 fn every_hybrid_and_latent_family_answers_with_transformers_tokens() {
-    let recorded = timetable_tests::tiny_models::Recorded::load();
+    let recorded = Recorded::load();
     let words = recorded.prompts[0].iter().map(|token| format!("t{token}"));
     let prompt = words.collect::<Vec<_>>().join(" ");
     for case in &recorded.cases {

@@ -99,7 +99,9 @@ impl CpuExecutor {
         let after = memory::resident_bytes();
         let scratch =
             after.saturating_sub(before) * sizes.max_num_batched_tokens as u64 / tokens as u64;
-        let used = before + scratch;
+        let of_layers = self.layers.iter();
+        let of_layers = of_layers.map(|layer| layer.scratch_bytes(sizes.max_num_batched_tokens));
+        let used = (before + scratch).saturating_add(of_layers.max().unwrap_or(0));
         let total = memory::total_bytes();
         let budget = (total as f64 * fraction) as u64;
         let CacheRequest {

@@ -143,6 +143,22 @@ impl Layer {
         Ok(())
     }
 
+    /// Bytes that the impl's own scratch takes for a step of `tokens` tokens, f32, which a profile run without metadata does not
+    /// touch: absorbed queries and attended latents; the convolution's outputs and the recurrence's. One layer's at a time.
+    pub(super) fn scratch_bytes(&self, tokens: usize) -> u64 {
+        let elements = match &self.mixing {
+            Mixing::Attention { .. } => 0,
+            Mixing::Latent { attention, .. } => {
+                let sizes = &attention.config().sizes;
+                sizes.num_heads * (sizes.head_size() + sizes.kv_lora_rank)
+            }
+            Mixing::Recurrent { recurrence, .. } => {
+                recurrence.config().conv_dim() + recurrence.config().output_size()
+            }
+        };
+        (tokens as u64).saturating_mul(4 * elements as u64)
+    }
+
     fn is_not(&self, what: &str) -> AttentionError {
         let is = match self.mixing {
             Mixing::Attention { .. } => "attention",
