@@ -12,7 +12,7 @@ use super::traits::Activation;
 /// A layer's feed-forward.
 pub(super) enum FeedForward {
     Dense(Dense),
-    Experts(Experts),
+    Experts(Box<Experts>),
 }
 
 /// Buffers that feed-forwards share, reused from step to step.
@@ -32,7 +32,7 @@ impl FeedForward {
         Ok(match layout {
             FeedForwardLayout::Dense(dense) => Self::Dense(Dense::load(loading, dense)?),
             FeedForwardLayout::Experts(experts) => {
-                Self::Experts(Experts::load(loading, experts, layer)?)
+                Self::Experts(Box::new(Experts::load(loading, experts, layer)?))
             }
         })
     }

@@ -187,6 +187,9 @@ impl Recurrent {
     }
 }
 
+/// Takes a row of the projection, and that row of the gate, `q`, `k` and `v`.
+type TakeRow<'a> = dyn Fn(&[f32], [&mut [f32]; 4]) + Sync + 'a;
+
 /// Calls `take` with each row of the projection, `width` wide, and that row of the gate, `q`, `k` and `v`, which are resized
 /// to rows of `widths`.
 fn split(
@@ -194,7 +197,7 @@ fn split(
     width: usize,
     widths: [usize; 4],
     s: &mut MixerScratch,
-    take: &(dyn Fn(&[f32], [&mut [f32]; 4]) + Sync),
+    take: &TakeRow<'_>,
 ) {
     let m = step.positions.len();
     let mut buffers = [&mut s.gate, &mut s.q, &mut s.k, &mut s.v];
