@@ -56,6 +56,10 @@ impl ContextParallelMetadata {
         block_size: u32,
         rank: ContextParallel,
     ) -> Result<(), PrepareError> {
+        self.size = 0;
+        for step in [&mut self.gathered, &mut self.by_rank, &mut self.new_tokens] {
+            step.clear();
+        }
         let round = rank.size.checked_mul(rank.interleave);
         if rank.rank >= rank.size || !round.is_some_and(|round| (1..=1 << 30).contains(&round)) {
             return Err(inconsistent(
@@ -66,17 +70,16 @@ impl ContextParallelMetadata {
                 ),
             ));
         }
+        if block_size == 0 {
+            let problem = "0 tokens; it must be at least 1";
+            return Err(inconsistent("block_size", problem.into()));
+        }
         self.size = rank.size as usize;
         for (step, block_size) in [
             (&mut self.gathered, block_size),
             (&mut self.by_rank, block_size),
             (&mut self.new_tokens, 1),
         ] {
-            step.clear();
-            if block_size == 0 {
-                let problem = "0 tokens; it must be at least 1";
-                return Err(inconsistent("block_size", problem.into()));
-            }
             step.block_size = block_size as usize;
             step.dcp_world_size = rank.size;
         }

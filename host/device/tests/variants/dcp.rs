@@ -4,7 +4,7 @@
 use rand::Rng;
 use rand_pcg::Pcg64Mcg;
 use timetable_attention::{
-    Grant,
+    Grant, StepInputs,
     batch::{ContextParallel, GroupStep, SlotRule, slot_mapping_into},
     plain_builder,
 };
@@ -451,5 +451,66 @@ fn what_ranks_cannot_share_is_refused_by_name() {
             matches!(&error, PrepareError::Inconsistent { field: found, .. } if *found == field),
             "{error}"
         );
+    }
+}
+
+#[test]
+fn after_an_error_the_metadata_are_unprepared() {
+    let mut layer = config(4, 1, 32);
+    layer.block_size = 16;
+    let scenario = Scenario::new(
+        &mut rng(3),
+        layer,
+        Causal::All(true),
+        &[(1, 20), (3, 9)],
+        (0, 0),
+    );
+    let parallel = ContextParallel {
+        size: 2,
+        rank: 1,
+        interleave: 1,
+    };
+    let no_rank = ContextParallel {
+        rank: 2,
+        ..parallel
+    };
+    let own = AttentionConfig {
+        num_heads: 2,
+        ..layer
+    };
+    let tokens = scenario.step.cam.num_actual_tokens as usize;
+    let (key, query) = (vec![0.5; tokens * 32], vec![0.5; tokens * 2 * 32]);
+    for name in ["flash-attn", "flashinfer"] {
+        let attention = ContextParallelImpl::new(family(name), own, 2).expect("an impl");
+        let rank = rank(&scenario, parallel);
+        let metadata = build(name, &rank.config, &rank.step, rank.num_blocks);
+        let inputs = rank.step.tensors.inputs();
+        // Does the step run: over the cache, over its own tokens?
+        let runs = |step: &ContextParallelMetadata| {
+            let mut of_all = Found::of(tokens * 4, 32);
+            let mut of_own = Found::of(tokens * 2, 32);
+            let (output, lse) = (&mut of_all.output, &mut of_all.lse);
+            let shard = attention.forward_shard(&scenario.query, &rank.cache, step, output, lse);
+            let (output, lse) = (&mut of_own.output, &mut of_own.lse);
+            let new = attention.forward_new_tokens(&query, (&key, &key), step, output, lse);
+            [shard.is_ok(), new.is_ok()]
+        };
+        let mut step = ContextParallelMetadata::new();
+        let short = StepInputs {
+            query_start_loc: &inputs.query_start_loc[..1],
+            ..inputs
+        };
+        for (what, inputs, block_size, of) in [
+            ("a rank that is none", &inputs, 16, no_rank),
+            ("blocks without tokens", &inputs, 0, parallel),
+            ("too few query starts", &short, 16, parallel),
+        ] {
+            step.prepare(&metadata, &rank.step.tensors.inputs(), 16, parallel)
+                .expect("the device takes it");
+            assert_eq!(runs(&step), [true, true], "{name}");
+            step.prepare(&metadata, inputs, block_size, of)
+                .expect_err(what);
+            assert_eq!(runs(&step), [false, false], "{name}: {what}");
+        }
     }
 }
