@@ -7,6 +7,8 @@
 #[path = "support/mamba.rs"]
 mod layers;
 mod support;
+#[path = "mamba/ubatch.rs"]
+mod ubatch;
 #[path = "mamba/world.rs"]
 mod world;
 #[path = "mamba/wrong.rs"]
@@ -251,5 +253,54 @@ fn case_05_a_first_chunk_of_one_token_begins_without_a_state() {
         assert_eq!(counts, (1, 1));
         let (output, state) = world.run(&step);
         assert!(output <= BOUND && state <= BOUND, "{output:e}, {state:e}");
+    }
+}
+
+/// Field case 23: what a verification rejected shortens the lengths on the device; the host's are bounds. Results, and the states
+/// that are kept, go on from the token that was accepted last, in the block where the device's length ends.
+#[test]
+fn case_23_lengths_after_rejection_are_the_devices() {
+    for mamba_type in [MambaType::Mamba2, MambaType::Gdn, MambaType::ShortConv] {
+        let (mut worst, mut bounds, mut blocks) = (0.0f64, 0, 0);
+        for (seed, &mode) in MambaCacheMode::ALL.iter().enumerate() {
+            for drafts in 1..=3 {
+                let seed = 230 + 10 * seed as u64 + drafts as u64;
+                let mut world = World::new(mamba_type, seed, drafts, mode);
+                world.lengths_are_bounds = true;
+                let rows: Vec<Row> = [13, 16, 30]
+                    .into_iter()
+                    .enumerate()
+                    .map(|(request, tokens)| world.row(request, Kind::Prefill, tokens, 0))
+                    .collect();
+                world.run(&rows);
+                for round in 0..16 {
+                    let mut rows: Vec<Row> = (0..3)
+                        .map(|request| {
+                            let accepted = 1 + (request + round) % (drafts + 1);
+                            world.row(request, Kind::Verify, 1 + drafts, accepted)
+                        })
+                        .collect();
+                    if round == 5 {
+                        rows.push(world.row(3, Kind::Prefill, 21, 0));
+                    }
+                    let plain = world.make(&rows).remove(PLAIN);
+                    let lens = &plain.step.tensors.seq_lens;
+                    for (&len, &bound) in lens.iter().zip(&plain.step.cam.seq_lens_cpu_upper_bound)
+                    {
+                        assert!(len <= bound);
+                        bounds += usize::from(len < bound);
+                        // A builder that took the bound would name another block's state.
+                        blocks += usize::from((len - 1) / 16 < (bound - 1) / 16);
+                    }
+                    let (output, state) = world.run(&rows);
+                    worst = worst.max(output).max(state);
+                    assert!(output <= BOUND && state <= BOUND, "{output:e}, {state:e}");
+                }
+            }
+        }
+        println!(
+            "{mamba_type:?}: {bounds} lengths below their bounds, {blocks} in a block before: {worst:.1e}"
+        );
+        assert!(bounds > 100 && blocks > 10, "{bounds}, {blocks}");
     }
 }

@@ -225,8 +225,8 @@ fn slice_step(slice: &UbatchSlice, step: &GroupStep) -> Result<GroupStep, Ubatch
 
 /// One part of a step as the second-generation runner cuts it: with device arithmetic only, so it never fails. Query starts are
 /// clamp(start − first token, 0, tokens of the part); the last row loses the tokens that later parts take. A part of padding
-/// alone keeps one row without queries, so that its kernels have something to be launched on.
-/// (vLLM 0.33 `_slice_input_batch`.)
+/// alone keeps one row without queries, so that its kernels have something to be launched on. Whether a row prefills survives, as
+/// builders of layers that keep states ask it of a first token that stands alone. (vLLM 0.33 `_slice_input_batch`.)
 ///
 /// # Panics
 /// If the step has no rows, or the part's tokens lie outside the slots.
@@ -264,6 +264,8 @@ pub fn slice_input_batch(slice: &UbatchSlice, step: &GroupStep) -> GroupStep {
         ..StepTensors::default()
     };
     let bounds = shortened(&step.cam.seq_lens_cpu_upper_bound);
+    let flags = &step.cam.is_prefilling;
+    let flags = flags[first.min(flags.len())..end.min(flags.len())].to_vec();
     let (max_query_len, max_seq_len) = (step.cam.max_query_len, step.cam.max_seq_len);
     let mut made = GroupStep::new(
         tensors,
@@ -273,5 +275,6 @@ pub fn slice_input_batch(slice: &UbatchSlice, step: &GroupStep) -> GroupStep {
         max_seq_len,
     );
     made.cam.causal = step.cam.causal.clone();
+    made.cam.is_prefilling = flags;
     made
 }

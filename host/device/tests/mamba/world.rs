@@ -6,7 +6,7 @@ pub mod builder_config;
 #[path = "by_hand.rs"]
 mod by_hand;
 
-use std::sync::Mutex;
+use std::{ops::Range, sync::Mutex};
 
 use rand::{Rng, seq::SliceRandom};
 use rand_pcg::Pcg64Mcg;
@@ -17,7 +17,7 @@ use timetable_attention::{
 };
 use timetable_device::{
     cpu::mamba::{MambaImpl, MambaStates, MambaStepMetadata},
-    reference::max_relative_error,
+    reference::{mamba::Recurrence, max_relative_error},
 };
 use timetable_reference::native_twin;
 use timetable_types::{
@@ -62,6 +62,8 @@ struct Request {
     tokens: Vec<Token>,
     /// How many of the last step's.
     accepted: usize,
+    /// How many of the last step's did not count.
+    rejected: usize,
     /// Where its states begin in its row of the table.
     column: usize,
     /// Blocks.
@@ -81,6 +83,15 @@ pub struct World {
     prepared: Mutex<MambaStepMetadata>,
     /// (rows, tokens) of no request, one of which a step has.
     pub padding: &'static [(usize, usize)],
+    /// Does the host not know yet what the last step rejected? Then its lengths are bounds.
+    pub lengths_are_bounds: bool,
+}
+
+/// What a step should give.
+pub struct Expected {
+    pub output: Vec<f64>,
+    /// States that are kept, by id.
+    kept: Vec<(usize, Recurrence)>,
 }
 
 /// A step that is ready to run.
@@ -143,6 +154,7 @@ impl World {
             .map(|table| Request {
                 tokens: Vec::new(),
                 accepted: 1,
+                rejected: 0,
                 column: 0,
                 table: table.to_vec(),
             })
@@ -160,11 +172,17 @@ impl World {
             rng,
             prepared: Mutex::default(),
             padding: &[(0, 0), (0, 0), (1, 1), (2, 5)],
+            lengths_are_bounds: false,
         }
     }
 
     pub fn spec(&self) -> &KvCacheSpec {
         &self.config.kv_cache_spec
+    }
+
+    /// Those before the next step.
+    pub fn states(&self) -> &MambaStates {
+        &self.states
     }
 
     /// A request's tokens that counted so far.
@@ -306,7 +324,12 @@ impl World {
             .resize(rows_all * tensors.block_table_width, 0);
         tensors.slot_mapping = vec![-1; all];
         tensors.positions = vec![0; all];
-        let lens = tensors.seq_lens.clone();
+        let mut lens = tensors.seq_lens.clone();
+        if self.lengths_are_bounds {
+            for (len, row) in lens.iter_mut().zip(rows) {
+                *len += self.requests[row.request].rejected as i32;
+            }
+        }
         let (longest, most) = (
             rows.iter().map(|row| row.tokens.len()).max().unwrap_or(0),
             lens.iter().copied().max().unwrap_or(0),
@@ -325,10 +348,8 @@ impl World {
                 },
             ];
         }
-        let mut builder = plain_builder(Family::Mamba, &self.config).expect("a plain builder");
-        let plain = builder.build(&step.cam, false).expect("plain metadata");
-        let mut builder = native_twin("mamba", &self.config).expect("the reference builder");
-        let reference = builder.build(&step.cam, false).expect("its metadata");
+        let plain = self.build(PLAIN, &step);
+        let reference = self.build(REFERENCE, &step);
         let tensors = self.layer.tensors(tokens.iter().copied());
         let by_hand = by_hand::metadata(
             &by_hand::Step {
@@ -348,9 +369,41 @@ impl World {
             tensors: tensors.clone(),
         };
         let all = vec![made(plain), made(by_hand), made(reference)];
-        self.verify(&all[PLAIN]);
-        self.verify(&all[REFERENCE]);
+        for builder in [PLAIN, REFERENCE] {
+            self.verify(&all[builder])
+                .expect("what builders make passes");
+        }
         all
+    }
+
+    /// What the plain or the reference builder makes of a step.
+    pub fn build(&self, builder: usize, step: &GroupStep) -> Metadata {
+        let mut builder = match builder {
+            PLAIN => plain_builder(Family::Mamba, &self.config).expect("a plain builder"),
+            _ => native_twin("mamba", &self.config).expect("the reference builder"),
+        };
+        builder.build(&step.cam, false).expect("metadata")
+    }
+
+    /// A part of a step without drafts: tokens `range` of `whole`'s, by the metadata of `builder`.
+    pub fn part(
+        &self,
+        whole: &Made,
+        range: Range<usize>,
+        step: &GroupStep,
+        builder: usize,
+    ) -> Made {
+        let tokens = whole.step.cam.num_actual_tokens as usize;
+        let cut = |tensor: &Vec<f32>| {
+            let width = tensor.len() / tokens;
+            tensor[range.start * width..range.end * width].to_vec()
+        };
+        Made {
+            metadata: self.build(builder, step),
+            step: step.clone(),
+            accepted: vec![1; step.batch_size()],
+            tensors: whole.tensors.iter().map(cut).collect(),
+        }
     }
 
     /// Those that the row keeps.
@@ -365,7 +418,7 @@ impl World {
         own.iter().map(|&state| state as usize).collect()
     }
 
-    fn verify(&self, made: &Made) {
+    pub fn verify(&self, made: &Made) -> Result<(), String> {
         let extras = [("num_accepted_tokens", made.accepted.as_slice())];
         let context = VerifyContext {
             config: &self.config,
@@ -376,26 +429,36 @@ impl World {
             num_blocks: self.states.num_states() as u32,
         };
         let verified = Verifier::new().verify(&made.metadata, &context);
-        verified.expect("what builders make passes");
+        verified.map(drop).map_err(|error| error.to_string())
     }
 
     /// Output and states, from the world's own on.
     pub fn forward(&self, made: &Made) -> (Vec<f32>, MambaStates) {
-        self.run_on(made, &made.metadata).expect("a forward pass")
+        self.forward_from(self.states.clone(), made)
+    }
+
+    /// Output and states, from `states` on.
+    pub fn forward_from(&self, states: MambaStates, made: &Made) -> (Vec<f32>, MambaStates) {
+        self.run_on(states, made, &made.metadata)
+            .expect("a forward pass")
     }
 
     /// The output of any metadata in the place of the step's.
     pub fn try_forward(&self, made: &Made, metadata: &Metadata) -> Result<Vec<f32>, String> {
-        Ok(self.run_on(made, metadata)?.0)
+        Ok(self.run_on(self.states.clone(), made, metadata)?.0)
     }
 
-    fn run_on(&self, made: &Made, metadata: &Metadata) -> Result<(Vec<f32>, MambaStates), String> {
+    fn run_on(
+        &self,
+        mut states: MambaStates,
+        made: &Made,
+        metadata: &Metadata,
+    ) -> Result<(Vec<f32>, MambaStates), String> {
         let extras = [("num_accepted_tokens", made.accepted.as_slice())];
         let mut prepared = self.prepared.lock().expect("no panic before");
         prepared
             .prepare(metadata, &made.inputs(&extras), self.spec())
             .map_err(|error| error.to_string())?;
-        let mut states = self.states.clone();
         let tokens = made.step.cam.num_actual_tokens as usize;
         let mut output = vec![1e30; tokens * self.layer.config.output_size()];
         let inputs = self.layer.inputs(&made.tensors);
@@ -405,19 +468,17 @@ impl World {
         Ok((output, states))
     }
 
-    /// Runs the step; the largest errors of outputs and states.
-    pub fn run(&mut self, rows: &[Row]) -> (f64, f64) {
-        let all = self.make(rows);
+    /// By the reference, each request alone from its first token on.
+    pub fn expected(&self, rows: &[Row]) -> Expected {
         let width = self.layer.config.output_size();
-        let mut worst = (0.0f64, 0.0f64);
-        let mut expected = Vec::new();
+        let mut output = Vec::new();
         let mut kept = Vec::new();
         for row in rows {
             let before = &self.requests[row.request];
             let history = || before.tokens.iter().chain(&row.tokens);
             let done = before.tokens.len();
             let all = self.layer.reference(history());
-            expected.extend_from_slice(&all.output[done * width..]);
+            output.extend_from_slice(&all.output[done * width..]);
             if row.kind == Kind::Verify {
                 for taken in 1..=row.tokens.len() {
                     let state = before.table[before.column + taken - 1];
@@ -428,37 +489,50 @@ impl World {
                 kept.push((before.table[before.column] as usize, all));
             }
         }
+        Expected { output, kept }
+    }
+
+    /// The largest errors of outputs and states. Padding must be zeros, and nobody else's state touched.
+    pub fn errors(&self, expected: &Expected, output: &[f32], states: &MambaStates) -> (f64, f64) {
+        let (own, padding) = output.split_at(expected.output.len());
+        let width = self.layer.config.output_size();
+        let of_output = max_relative_error(own, &expected.output, width);
+        assert!(padding.iter().all(|&x| x == 0.0), "padding is zeros");
+        let mut of_states = 0.0f64;
+        for (state, expected) in &expected.kept {
+            let window = states.window(*state).into_iter().map(f64::from);
+            assert!(window.eq(expected.window.iter().copied()), "a window");
+            let recurrent = states.recurrent(*state);
+            let size = recurrent.len().max(1);
+            of_states = of_states.max(max_relative_error(&recurrent, &expected.state, size));
+        }
+        // Nobody else's state is touched, and the null state is not written.
+        let changed = |state: &usize| {
+            let bits = |states: &MambaStates| -> Vec<u32> {
+                let both = states.window(*state).into_iter();
+                both.chain(states.recurrent(*state))
+                    .map(f32::to_bits)
+                    .collect()
+            };
+            bits(states) != bits(&self.states)
+        };
+        for state in (0..states.num_states()).filter(changed) {
+            let is_kept = expected.kept.iter().any(|kept| kept.0 == state);
+            assert!(is_kept, "state {state} changed");
+        }
+        (of_output, of_states)
+    }
+
+    /// Runs the step; the largest errors of outputs and states.
+    pub fn run(&mut self, rows: &[Row]) -> (f64, f64) {
+        let all = self.make(rows);
+        let expected = self.expected(rows);
+        let mut worst = (0.0f64, 0.0f64);
         let mut after = None;
         for made in &all {
             let (output, states) = self.forward(made);
-            let (own, padding) = output.split_at(expected.len());
-            worst.0 = worst.0.max(max_relative_error(own, &expected, width));
-            assert!(padding.iter().all(|&x| x == 0.0), "padding is zeros");
-            for (state, expected) in &kept {
-                let window = states.window(*state).into_iter().map(f64::from);
-                assert!(window.eq(expected.window.iter().copied()), "a window");
-                let recurrent = states.recurrent(*state);
-                let size = recurrent.len().max(1);
-                worst.1 = worst
-                    .1
-                    .max(max_relative_error(&recurrent, &expected.state, size));
-            }
-            // Nobody else's state is touched, and the null state is not written.
-            let changed = |state: &usize| {
-                let bits = |states: &MambaStates| -> Vec<u32> {
-                    let both = states.window(*state).into_iter();
-                    both.chain(states.recurrent(*state))
-                        .map(f32::to_bits)
-                        .collect()
-                };
-                bits(&states) != bits(&self.states)
-            };
-            for state in (0..states.num_states()).filter(changed) {
-                assert!(
-                    kept.iter().any(|kept| kept.0 == state),
-                    "state {state} changed"
-                );
-            }
+            let errors = self.errors(&expected, &output, &states);
+            worst = (worst.0.max(errors.0), worst.1.max(errors.1));
             after = Some(states);
         }
         self.states = after.expect("a step that ran");
@@ -467,6 +541,7 @@ impl World {
             request
                 .tokens
                 .extend_from_slice(&row.tokens[..row.accepted]);
+            request.rejected = row.tokens.len() - row.accepted;
             request.accepted = if row.kind == Kind::Verify {
                 row.accepted
             } else {
