@@ -3,7 +3,7 @@
 mod mamba;
 
 use timetable_guest::types::{
-    Causal, Dtype, Input, KvCacheLayout, RowRange, Scratch, Tensor, TensorSlice,
+    Causal, Dtype, Input, KvCacheLayout, PaddedTensor, RowRange, Scratch, Tensor, TensorSlice,
     flash_attn::{self, TileOrder},
     flashinfer::{self, Decode, Plan, PlanFunction, Prefill},
 };
@@ -41,6 +41,25 @@ pub enum Place<'m> {
     Causal(&'m mut Causal),
     /// Scratch, as a shape.
     Scratch(&'m mut Scratch),
+    /// A reference within a buffer of so many rows.
+    Padded(&'m mut PaddedTensor),
+    /// A range of rows, by value.
+    Range(&'m mut RowRange),
+}
+
+impl Place<'_> {
+    /// Has it elements, of which one can be missing or there twice?
+    fn has_elements(&self) -> bool {
+        match self {
+            Place::List(list) => !list.is_empty(),
+            Place::Scratch(_) => true,
+            _ => false,
+        }
+    }
+
+    const fn is_tensor(&self) -> bool {
+        matches!(self, Place::Tensor(_) | Place::Padded(_))
+    }
 }
 
 /// A record whose fields can be damaged.
@@ -51,16 +70,25 @@ pub trait Damage {
     /// The fields that this record has, by name.
     fn places(&mut self) -> Vec<(&'static str, Place<'_>)>;
 
-    /// The lists that this record has, or could have.
+    /// Two lists or more: those that this record has; where it has too few, tensors become lists, by value.
     fn lists(&mut self) -> Vec<&mut Vec<i32>> {
-        let lists = self
-            .places()
-            .into_iter()
-            .filter_map(|(_, place)| match place {
-                Place::List(list) => Some(list),
-                _ => None,
-            });
-        lists.collect()
+        let (mut lists, mut tensors) = (Vec::new(), Vec::new());
+        for (_, place) in self.places() {
+            match place {
+                Place::List(list) => lists.push(list),
+                Place::Tensor(tensor) => tensors.push(tensor),
+                Place::Padded(padded) => tensors.push(&mut padded.tensor),
+                _ => {}
+            }
+        }
+        let missing = 2_usize.saturating_sub(lists.len());
+        for tensor in tensors.into_iter().take(missing) {
+            *tensor = Tensor::Values(Vec::new());
+            if let Tensor::Values(list) = tensor {
+                lists.push(list);
+            }
+        }
+        lists
     }
 
     /// Good metadata, in one of several ways: `turn` chooses.
@@ -70,13 +98,15 @@ pub trait Damage {
     fn damage(&mut self, command: &Command) {
         let mut random = Random::new(u64::from(command.seed));
         let mut places = self.places();
-        let lists_only = matches!(command.mischief, Mischief::Drop | Mischief::Duplicate);
-        places.retain(|(name, place)| {
-            command.field.as_ref().is_none_or(|field| field == name)
-                && (!lists_only
-                    || matches!(place, Place::Scratch(_))
-                    || matches!(place, Place::List(list) if !list.is_empty()))
-        });
+        places.retain(|(name, _)| command.field.as_ref().is_none_or(|field| field == name));
+        if matches!(command.mischief, Mischief::Drop | Mischief::Duplicate) {
+            // A record without lists has tensors, which have rows.
+            let has_lists = places.iter().any(|(_, place)| place.has_elements());
+            places.retain(|(_, place)| match has_lists {
+                true => place.has_elements(),
+                false => place.is_tensor(),
+            });
+        }
         if places.is_empty() {
             return;
         }
@@ -147,9 +177,9 @@ fn hit(place: Place<'_>, mischief: Mischief, random: &mut Random) {
         }
         Place::Flag(flag) => *flag = !*flag,
         Place::List(list) => damage_list(list, mischief, more, random),
-        Place::Tensor(tensor) => damage_tensor(tensor, wild, more),
+        Place::Tensor(tensor) => damage_tensor(tensor, mischief, more, random),
         Place::MaybeTensor(tensor) => match tensor {
-            Some(tensor) => damage_tensor(tensor, wild, more),
+            Some(tensor) => damage_tensor(tensor, mischief, more, random),
             None => *tensor = Some(Tensor::Input(Input::SlotMapping)),
         },
         Place::Dtype(dtype) => *dtype = another(*dtype, Dtype::ALL),
@@ -170,19 +200,36 @@ fn hit(place: Place<'_>, mischief: Mischief, random: &mut Random) {
                 Causal::PerRequest => Causal::All(true),
             };
         }
-        Place::Scratch(scratch) => damage_shape(&mut scratch.shape, mischief, more, random),
+        Place::Scratch(scratch) => damage_numbers(&mut scratch.shape, mischief, more, random),
+        Place::Padded(padded) => match (mischief, random.below(3)) {
+            (Mischief::OffByOne | Mischief::Wild, 0) => {
+                hit(Place::U32(&mut padded.rows), mischief, random);
+            }
+            (Mischief::OffByOne | Mischief::Wild, 1) => {
+                padded.fill = number(padded.fill, wild, more, random);
+            }
+            _ => damage_tensor(&mut padded.tensor, mischief, more, random),
+        },
+        Place::Range(rows) if wild => {
+            *rows = RowRange {
+                start: u32::MAX,
+                end: 0,
+            }
+        }
+        Place::Range(rows) => step(rows, more),
     }
 }
 
-fn damage_shape(shape: &mut Vec<u32>, mischief: Mischief, more: bool, random: &mut Random) {
-    let at = random.below(shape.len().max(1));
+/// A shape, or rows that are named.
+fn damage_numbers(numbers: &mut Vec<u32>, mischief: Mischief, more: bool, random: &mut Random) {
+    let at = random.below(numbers.len().max(1));
     match mischief {
-        Mischief::Duplicate => shape.insert(at, shape.get(at).copied().unwrap_or(1)),
-        _ if shape.is_empty() => shape.push(0),
-        Mischief::Drop => drop(shape.remove(at)),
-        Mischief::Wild => shape[at] = u32::MAX,
-        _ if more => shape[at] = shape[at].wrapping_add(1),
-        _ => shape[at] = shape[at].wrapping_sub(1),
+        Mischief::Duplicate => numbers.insert(at, numbers.get(at).copied().unwrap_or(1)),
+        _ if numbers.is_empty() => numbers.push(0),
+        Mischief::Drop => drop(numbers.remove(at)),
+        Mischief::Wild => numbers[at] = u32::MAX,
+        _ if more => numbers[at] = numbers[at].wrapping_add(1),
+        _ => numbers[at] = numbers[at].wrapping_sub(1),
     }
 }
 
@@ -209,24 +256,32 @@ fn damage_list(list: &mut Vec<i32>, mischief: Mischief, more: bool, random: &mut
     }
 }
 
-fn damage_tensor(tensor: &mut Tensor, wild: bool, more: bool) {
-    if wild {
+fn step(rows: &mut RowRange, more: bool) {
+    if more {
+        rows.end = rows.end.wrapping_add(1);
+    } else {
+        rows.start = rows.start.wrapping_add(1);
+    }
+}
+
+fn damage_tensor(tensor: &mut Tensor, mischief: Mischief, more: bool, random: &mut Random) {
+    if mischief == Mischief::Wild {
         *tensor = Tensor::Values(vec![i32::MAX, i32::MIN, 1 << 30]);
         return;
     }
-    let step = |rows: &mut RowRange| {
-        if more {
-            rows.end = rows.end.wrapping_add(1);
-        } else {
-            rows.start = rows.start.wrapping_add(1);
-        }
-    };
     match tensor {
+        Tensor::Values(list) => damage_list(list, mischief, more, random),
+        // Another row's state, one too many, one too few.
+        Tensor::StateIndices(states) => damage_numbers(&mut states.rows, mischief, more, random),
+        Tensor::ExtraRows(extra) => damage_numbers(&mut extra.rows, mischief, more, random),
+        Tensor::RowMask(rows) | Tensor::RowTokens(rows) => {
+            damage_numbers(rows, mischief, more, random);
+        }
         Tensor::RebasedQueryStartLoc(rows)
         | Tensor::GatherPages(rows)
         | Tensor::ContextLens(rows)
         | Tensor::HasContext(rows)
-        | Tensor::CuPageCounts(rows) => step(rows),
+        | Tensor::CuPageCounts(rows) => step(rows, more),
         Tensor::Slice(slice) => slice.end = slice.end.wrapping_add(1),
         Tensor::Input(source) => {
             *tensor = Tensor::Slice(TensorSlice {

@@ -1,49 +1,20 @@
 //! A good builder of the MLA backends that decides nothing: the kernel divides the decodes' keys. It must never know chaos.
 
-use timetable_guest::{
-    Builder,
-    flash_mla::{Backend, Choice, Record},
-    types::{
-        BuildError, BuilderConfig, BuilderInfo, CaptureShape, CommonAttentionMetadata,
-        LaunchPromise, flash_mla::Metadata,
-    },
-};
+use timetable_guest::flash_mla::{self, Backend, Lazy};
 
-const COMMON: Backend = Backend {
-    name: "FLASHMLA",
-    base_threshold: 1,
-    varlen: false,
-    dcp_with_varlen: false,
-    supports_draft_decode_metadata_update: false,
-};
+/// Of no backend more than of another: a decode has one token.
+pub struct AnyLatent;
+
+impl Lazy for AnyLatent {
+    const NAME: &'static str = "flash-mla, lazy";
+    const BACKEND: Backend = Backend {
+        name: "FLASHMLA",
+        base_threshold: 1,
+        varlen: false,
+        dcp_with_varlen: false,
+        supports_draft_decode_metadata_update: false,
+    };
+}
 
 /// The common record as it is.
-pub struct LazyDecodes {
-    record: Record,
-}
-
-impl Builder for LazyDecodes {
-    type Metadata = Metadata;
-
-    fn create(config: BuilderConfig) -> Result<Self, BuildError> {
-        Ok(Self {
-            record: Record::new(config, COMMON)?,
-        })
-    }
-
-    fn info(&self) -> BuilderInfo {
-        self.record.info("flash-mla, lazy")
-    }
-
-    fn launch_promise(&self, shape: &CaptureShape) -> LaunchPromise {
-        self.record.launch_promise(shape, 1)
-    }
-
-    fn build(
-        &mut self,
-        common: &CommonAttentionMetadata,
-        _fast_build: bool,
-    ) -> Result<Metadata, BuildError> {
-        self.record.build(common, |_| Choice::lazy())
-    }
-}
+pub type LazyDecodes = flash_mla::LazyDecodes<AnyLatent>;

@@ -3,6 +3,8 @@
 //!
 //! It must never know how keys of a decode are split among workers; that is a builder's own business.
 
+use std::marker::PhantomData;
+
 use timetable_types::{
     BuildError, BuilderConfig, BuilderInfo, CaptureShape, Causal, CommonAttentionMetadata,
     CudagraphSupport, DcpLocal, DcpSource, Dtype, ErrorKind, HostInput, Input, LaunchPromise,
@@ -14,7 +16,7 @@ use timetable_types::{
     flash_mla::{DecodeSchedule, Metadata, MlaDecode, MlaPrefill},
 };
 
-use crate::{decline, option};
+use crate::{Builder, decline, option};
 
 /// Entry sizes that the family's kernels exist for: latent rank and rotary part together.
 const HEAD_DIMS: [u32; 3] = [320, 512, 576];
@@ -382,6 +384,55 @@ fn part(source: Input, start: u32, end: u32, rows: u32) -> Tensor {
     match (start, end) == (0, rows) {
         true => Tensor::Input(source),
         false => Tensor::Slice(TensorSlice { source, start, end }),
+    }
+}
+
+/// Who a [`LazyDecodes`] is.
+pub trait Lazy {
+    /// The builder's name: "triton-mla".
+    const NAME: &'static str;
+    /// The backend whose record it makes.
+    const BACKEND: Backend;
+}
+
+/// A builder that decides nothing: the common record, and the kernel divides the decodes' keys when it runs.
+pub struct LazyDecodes<K> {
+    record: Record,
+    of: PhantomData<K>,
+}
+
+impl<K: Lazy> Builder for LazyDecodes<K> {
+    type Metadata = Metadata;
+
+    fn create(config: BuilderConfig) -> Result<Self, BuildError> {
+        Ok(Self {
+            record: Record::new(config, K::BACKEND)?,
+            of: PhantomData,
+        })
+    }
+
+    fn info(&self) -> BuilderInfo {
+        self.record.info(K::NAME)
+    }
+
+    fn launch_promise(&self, shape: &CaptureShape) -> LaunchPromise {
+        self.record.launch_promise(shape, 1)
+    }
+
+    fn build(
+        &mut self,
+        common: &CommonAttentionMetadata,
+        _fast_build: bool,
+    ) -> Result<Metadata, BuildError> {
+        self.record.build(common, |_| Choice::lazy())
+    }
+
+    fn build_for_cudagraph_capture(
+        &mut self,
+        common: &CommonAttentionMetadata,
+    ) -> Result<Metadata, BuildError> {
+        self.record
+            .build_for_cudagraph_capture(common, |_| Choice::lazy())
     }
 }
 

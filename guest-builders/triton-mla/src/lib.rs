@@ -3,59 +3,25 @@
 //! It must never know what the common record holds: that is the SDK's.
 
 use timetable_guest::{
-    Builder, export_flash_mla,
-    flash_mla::{Backend, Choice, Record},
-    types::{
-        BuildError, BuilderConfig, BuilderInfo, CaptureShape, CommonAttentionMetadata,
-        LaunchPromise, flash_mla::Metadata,
-    },
+    export_flash_mla,
+    flash_mla::{Backend, Lazy, LazyDecodes},
 };
 
-const TRITON_MLA: Backend = Backend {
-    name: "TRITON_MLA",
-    base_threshold: 1,
-    varlen: false,
-    dcp_with_varlen: false,
-    supports_draft_decode_metadata_update: true,
-};
+/// TRITON_MLA.
+pub struct TritonMla;
+
+impl Lazy for TritonMla {
+    const NAME: &'static str = "triton-mla";
+    const BACKEND: Backend = Backend {
+        name: "TRITON_MLA",
+        base_threshold: 1,
+        varlen: false,
+        dcp_with_varlen: false,
+        supports_draft_decode_metadata_update: true,
+    };
+}
 
 /// The common record.
-pub struct Common {
-    record: Record,
-}
-
-impl Builder for Common {
-    type Metadata = Metadata;
-
-    fn create(config: BuilderConfig) -> Result<Self, BuildError> {
-        Ok(Self {
-            record: Record::new(config, TRITON_MLA)?,
-        })
-    }
-
-    fn info(&self) -> BuilderInfo {
-        self.record.info("triton-mla")
-    }
-
-    fn launch_promise(&self, shape: &CaptureShape) -> LaunchPromise {
-        self.record.launch_promise(shape, 1)
-    }
-
-    fn build(
-        &mut self,
-        common: &CommonAttentionMetadata,
-        _fast_build: bool,
-    ) -> Result<Metadata, BuildError> {
-        self.record.build(common, |_| Choice::lazy())
-    }
-
-    fn build_for_cudagraph_capture(
-        &mut self,
-        common: &CommonAttentionMetadata,
-    ) -> Result<Metadata, BuildError> {
-        self.record
-            .build_for_cudagraph_capture(common, |_| Choice::lazy())
-    }
-}
+pub type Common = LazyDecodes<TritonMla>;
 
 export_flash_mla!(Common);

@@ -3,16 +3,19 @@
 
 mod support;
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
 
 use chaos_builder::{Damage, Mischief};
-use support::{FAMILIES, Host, MIN_ROWS, build, config, decodes, mixed, patient, step, wait};
+use support::{BACKENDS, Backend, Host, MIN_ROWS, MORE_RECORDS, build, config, patient, wait};
 use timetable_attention::{BuildFault, FaultKind, MetadataBuilder};
 use timetable_sandbox::{
     BuildBudget, BuilderCall, BuiltBy, FaultPolicy, GroupState, Limits, Outcome, ReloadError,
     Sandbox, WasmBuilder,
 };
-use timetable_types::{Family, flash_attn, flashinfer};
+use timetable_types::{Family, Metadata};
 
 /// What each mischief of one call is, to the sandbox or to the verifier.
 const KINDS: [(Mischief, FaultKind); 12] = [
@@ -30,11 +33,11 @@ const KINDS: [(Mischief, FaultKind); 12] = [
     (Mischief::Duplicate, FaultKind::Refused),
 ];
 
-/// A seed for each, and a field, so that the damage is one that nobody accepts.
-fn options(mischief: Mischief) -> Vec<(&'static str, &'static str)> {
+/// A field for each, so that the damage is one that nobody accepts.
+fn options(backend: Backend, mischief: Mischief) -> Vec<(&'static str, &'static str)> {
     let mut options = vec![("chaos", mischief.name()), ("chaos-min-rows", "9")];
     if matches!(mischief, Mischief::OffByOne | Mischief::Wild) {
-        options.push(("chaos-field", "num_actual_tokens"));
+        options.push(("chaos-field", backend.counted()));
     }
     options
 }
@@ -50,13 +53,24 @@ fn kind(fault: Option<&BuildFault>) -> FaultKind {
 
 #[test]
 fn it_behaves_unless_it_is_told_otherwise() {
-    for family in FAMILIES {
-        let host = Host::new(family, true);
-        for step in [mixed(), decodes(1), decodes(256), step(&[(300, 300)])] {
+    for backend in BACKENDS {
+        let host = Host::new(backend, true);
+        for step in [
+            backend.mixed(),
+            backend.decodes(1),
+            backend.decodes(256),
+            backend.step(&[(300, 300)]),
+        ] {
             let mut group = host.group(&step, &[]).unwrap();
             for _ in 0..3 {
                 let built = build(&mut group, &step);
-                assert_eq!(built.built_by, BuiltBy::Component, "{:?}", built.fault);
+                assert_eq!(
+                    built.built_by,
+                    BuiltBy::Component,
+                    "{}: {:?}",
+                    backend.name,
+                    built.fault
+                );
             }
         }
         assert_eq!(host.bundles().len(), 0);
@@ -65,15 +79,18 @@ fn it_behaves_unless_it_is_told_otherwise() {
 
 #[test]
 fn every_mischief_is_served_told_apart_and_replayed() {
-    let step = mixed();
-    assert!(step.step.cam.num_reqs as usize >= MIN_ROWS);
-    for family in FAMILIES {
+    for family in Family::ALL {
+        assert!(BACKENDS.iter().any(|backend| backend.family == family));
+    }
+    for backend in BACKENDS {
+        let step = backend.mixed();
+        assert!(step.step.cam.num_reqs as usize >= MIN_ROWS);
         for (mischief, expected) in KINDS {
-            let host = Host::new(family, true);
+            let host = Host::new(backend, true);
             let plain = host.plain(&step);
-            let mut group = host.group(&step, &options(mischief)).unwrap();
+            let mut group = host.group(&step, &options(backend, mischief)).unwrap();
             let built = build(&mut group, &step);
-            let what = format!("{} of {}", mischief.name(), family.interface());
+            let what = format!("{} of {}", mischief.name(), backend.name);
             assert_eq!(
                 kind(built.fault.as_ref()),
                 expected,
@@ -101,18 +118,24 @@ fn every_mischief_is_served_told_apart_and_replayed() {
 
 #[test]
 fn just_under_its_limits_it_serves() {
-    let step = mixed();
-    for family in FAMILIES {
-        let host = Host::new(family, true);
+    for backend in BACKENDS {
+        let step = backend.mixed();
+        let host = Host::new(backend, true);
         for mischief in [
             Mischief::JustUnderFuel,
             Mischief::JustUnderMemory,
             Mischief::JustUnderStack,
         ] {
-            let mut group = host.group(&step, &options(mischief)).unwrap();
+            let mut group = host.group(&step, &options(backend, mischief)).unwrap();
             for _ in 0..3 {
                 let built = build(&mut group, &step);
-                assert_eq!(built.built_by, BuiltBy::Component, "{:?}", built.fault);
+                assert_eq!(
+                    built.built_by,
+                    BuiltBy::Component,
+                    "{}: {:?}",
+                    backend.name,
+                    built.fault
+                );
             }
         }
     }
@@ -121,7 +144,6 @@ fn just_under_its_limits_it_serves() {
 /// It does use what it claims to: with four fifths of the fuel, half of the stack or half of the memory the same call faults.
 #[test]
 fn just_under_its_limits_is_most_of_them() {
-    let step = mixed();
     let defaults = Limits::default();
     let cases = [
         (
@@ -151,15 +173,16 @@ fn just_under_its_limits_is_most_of_them() {
             },
         ),
     ];
-    for family in FAMILIES {
+    for backend in BACKENDS {
+        let step = backend.mixed();
         for (mischief, expected, limits) in &cases {
             let sandbox = Sandbox::new(limits.clone()).unwrap();
-            let bytes = timetable_reference::chaos(family).unwrap();
+            let bytes = timetable_reference::chaos(backend.family).unwrap();
             let component = sandbox.load(bytes).unwrap();
-            let config = config(&step, &options(*mischief));
+            let config = config(&step, &options(backend, *mischief));
             let mut builder = WasmBuilder::new(&component, &config).unwrap();
             let fault = builder.build(&step.step.cam, false).unwrap_err();
-            assert_eq!(kind(Some(&fault)), *expected, "{fault}");
+            assert_eq!(kind(Some(&fault)), *expected, "{}: {fault}", backend.name);
         }
     }
 }
@@ -167,11 +190,11 @@ fn just_under_its_limits_is_most_of_them() {
 /// Fuel is a count and not a time: what keeps to its fuel may still take too long, and pays for it.
 #[test]
 fn divisions_within_its_fuel_overspend_its_budget() {
-    let step = decodes(64);
-    for family in FAMILIES {
-        let host = Host::new(family, true);
+    for backend in BACKENDS {
+        let step = backend.decodes(64);
+        let host = Host::new(backend, true);
         let mut group = host
-            .group(&step, &options(Mischief::JustUnderFuel))
+            .group(&step, &options(backend, Mischief::JustUnderFuel))
             .unwrap();
         let policy = FaultPolicy {
             build_budget: BuildBudget {
@@ -196,10 +219,12 @@ fn divisions_within_its_fuel_overspend_its_budget() {
 
 #[test]
 fn state_of_its_own_is_found_by_a_re_run() {
-    let step = mixed();
-    for family in FAMILIES {
-        let host = Host::new(family, true);
-        let mut group = host.group(&step, &options(Mischief::State)).unwrap();
+    for backend in BACKENDS {
+        let step = backend.mixed();
+        let host = Host::new(backend, true);
+        let mut group = host
+            .group(&step, &options(backend, Mischief::State))
+            .unwrap();
         let policy = FaultPolicy {
             rerun_every: 3,
             ..patient()
@@ -212,9 +237,12 @@ fn state_of_its_own_is_found_by_a_re_run() {
         let status = group.handle().status();
         assert_eq!(status.faults["non_determinism"], 1);
         let text = &status.fault_records.last().expect("a record").message;
-        let field = match family {
+        let field = match backend.family {
             Family::FlashAttn => "schedule.tile_order",
-            _ => "worker_indptr",
+            Family::Flashinfer => "worker_indptr",
+            Family::TritonAttn => "num_par_softmax_segments",
+            Family::FlashMla => "max_num_splits",
+            Family::Mamba => "conv.batch_ptr",
         };
         assert!(text.contains(field), "{text}");
         assert_eq!(build(&mut group, &step).built_by, BuiltBy::Plain);
@@ -229,10 +257,12 @@ fn state_of_its_own_is_found_by_a_re_run() {
 
 #[test]
 fn a_leak_ends_in_its_memory_cap_and_replays_after_as_many_calls() {
-    let step = mixed();
-    for family in FAMILIES {
-        let host = Host::new(family, true);
-        let mut group = host.group(&step, &options(Mischief::Leak)).unwrap();
+    for backend in BACKENDS {
+        let step = backend.mixed();
+        let host = Host::new(backend, true);
+        let mut group = host
+            .group(&step, &options(backend, Mischief::Leak))
+            .unwrap();
         let mut steps = 0;
         let fault = loop {
             steps += 1;
@@ -259,10 +289,12 @@ fn a_leak_ends_in_its_memory_cap_and_replays_after_as_many_calls() {
 
 #[test]
 fn a_batch_that_it_declines_is_no_fault() {
-    let step = mixed();
-    for family in FAMILIES {
-        let host = Host::new(family, true);
-        let mut group = host.group(&step, &options(Mischief::Decline)).unwrap();
+    for backend in BACKENDS {
+        let step = backend.mixed();
+        let host = Host::new(backend, true);
+        let mut group = host
+            .group(&step, &options(backend, Mischief::Decline))
+            .unwrap();
         for _ in 0..3 {
             let built = build(&mut group, &step);
             assert_eq!(kind(built.fault.as_ref()), FaultKind::Declined);
@@ -275,13 +307,13 @@ fn a_batch_that_it_declines_is_no_fault() {
 
 #[test]
 fn one_that_cannot_be_constructed_changes_nothing_and_is_kept() {
-    let step = mixed();
-    for family in FAMILIES {
+    for backend in BACKENDS {
+        let step = backend.mixed();
         for (mischief, expected) in [
             (Mischief::RefuseConfig, FaultKind::Constructor),
             (Mischief::TrapInCreate, FaultKind::Trap),
         ] {
-            let host = Host::new(family, true);
+            let host = Host::new(backend, true);
             let mut group = host.group(&step, &[]).unwrap();
             let options = vec![("chaos".to_owned(), mischief.name().to_owned())];
             let error = group.handle().reconfigure(options).unwrap_err();
@@ -299,9 +331,15 @@ fn one_that_cannot_be_constructed_changes_nothing_and_is_kept() {
 
 /// Fields with several right values: bounds that may be looser, arguments that nothing executes, schedules as good as the
 /// builder's.
-const SEVERAL_RIGHT: [&str; 17] = [
+const SEVERAL_RIGHT: &[&str] = &[
     "max_seq_len",
     "max_num_splits",
+    "seq_threshold_3d",
+    "decode.max_seq_len",
+    "decode.max_num_splits",
+    "chunk.max_seq_len",
+    "workspace",
+    "cu_chunk_seqlen_p",
     "schedule.max_num_splits",
     "decode.fixed_split_size",
     "decode.disable_split_kv",
@@ -319,73 +357,84 @@ const SEVERAL_RIGHT: [&str; 17] = [
     "prefill.work.split_kv",
 ];
 
+/// The fields of a record; those that its family's records can have.
+fn fields(metadata: &mut Metadata) -> (Vec<&'static str>, &'static [&'static str]) {
+    fn of<M: Damage>(metadata: &mut M) -> (Vec<&'static str>, &'static [&'static str]) {
+        let places = metadata.places();
+        (places.iter().map(|(name, _)| *name).collect(), M::FIELDS)
+    }
+    match metadata {
+        Metadata::FlashAttn(metadata) => of(metadata),
+        Metadata::Flashinfer(metadata) => of(metadata),
+        Metadata::TritonAttn(metadata) => of(metadata),
+        Metadata::FlashMla(metadata) => of(metadata),
+        Metadata::Mamba(metadata) => of(metadata),
+    }
+}
+
 #[test]
 fn any_field_that_is_wrong_is_refused_and_the_step_served() {
-    let step = mixed();
-    for (family, fields) in [
-        (Family::FlashAttn, flash_attn::Metadata::FIELDS),
-        (Family::Flashinfer, flashinfer::Metadata::FIELDS),
-    ] {
-        let host = Host::new(family, false);
-        let plain = host.plain(&step);
-        let (mut refused, mut accepted) = (0, Vec::new());
-        for field in fields {
-            for mischief in [
-                Mischief::OffByOne,
-                Mischief::Wild,
-                Mischief::Drop,
-                Mischief::Duplicate,
-            ] {
-                for seed in ["0", "1", "2", "3", "4", "5"] {
-                    let mut options = vec![
-                        ("chaos", mischief.name()),
-                        ("chaos-min-rows", "9"),
-                        ("chaos-field", *field),
-                        ("chaos-seed", seed),
-                    ];
-                    options.sort_unstable();
-                    let mut group = host.group(&step, &options).unwrap();
-                    let built = build(&mut group, &step);
-                    match &built.fault {
-                        Some(fault) => {
+    const MISCHIEFS: [Mischief; 4] = [
+        Mischief::OffByOne,
+        Mischief::Wild,
+        Mischief::Drop,
+        Mischief::Duplicate,
+    ];
+    let mut missed: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    let mut wrong = Vec::new();
+    for backend in BACKENDS.into_iter().chain(MORE_RECORDS) {
+        let host = Host::new(backend, false);
+        for step in [backend.mixed(), backend.decodes(12)] {
+            let plain = host.plain(&step);
+            let mut good = build(&mut host.group(&step, &[]).unwrap(), &step).metadata;
+            let (fields, all) = fields(&mut good);
+            let missed = missed
+                .entry(backend.family.interface())
+                .or_insert_with(|| all.iter().copied().collect());
+            let (mut refused, mut accepted) = (0, Vec::new());
+            for field in &fields {
+                missed.remove(field);
+                for mischief in MISCHIEFS {
+                    for seed in ["0", "1", "2", "3", "4", "5"] {
+                        let options = [
+                            ("chaos", mischief.name()),
+                            ("chaos-field", *field),
+                            ("chaos-min-rows", "9"),
+                            ("chaos-seed", seed),
+                        ];
+                        let mut group = host.group(&step, &options).unwrap();
+                        let built = build(&mut group, &step);
+                        if let Some(fault) = &built.fault {
                             assert_eq!(kind(Some(fault)), FaultKind::Refused, "{field}: {fault}");
                             assert_eq!(built.metadata, plain, "{field}");
                             refused += 1;
+                        } else if matches!(mischief, Mischief::Drop | Mischief::Duplicate) {
+                            // One that is not a list cannot lose an element, and nothing is then done to it.
+                            break;
+                        } else {
+                            accepted.push((*field, mischief.name()));
                         }
-                        None => accepted.push((*field, mischief)),
-                    }
-                    // One that is not a list cannot lose an element, and nothing is then done to it.
-                    if matches!(mischief, Mischief::Drop | Mischief::Duplicate)
-                        && built.fault.is_none()
-                    {
-                        accepted.pop();
-                        break;
                     }
                 }
             }
-        }
-        accepted.dedup();
-        println!(
-            "{}: {refused} refused; accepted {accepted:?}",
-            family.interface()
-        );
-        assert!(refused > fields.len() * 6, "{refused}");
-        for (field, mischief) in accepted {
-            assert!(
-                SEVERAL_RIGHT.contains(&field),
-                "{} {field} was accepted",
-                mischief.name()
-            );
+            accepted.dedup();
+            println!("{}: {refused} refused; accepted {accepted:?}", backend.name);
+            assert!(refused >= fields.len() * 6, "{}: {refused}", backend.name);
+            accepted.retain(|(field, _)| !SEVERAL_RIGHT.contains(field));
+            wrong.extend(accepted.into_iter().map(|found| (backend.name, found)));
         }
     }
+    assert_eq!(wrong, []);
+    missed.retain(|_, fields| !fields.is_empty());
+    assert_eq!(missed, BTreeMap::new(), "in no record");
 }
 
 /// Lengths and rows at random, mischief at random: every step is served with verified metadata.
 #[test]
 fn random_mischief_never_costs_a_step() {
-    for family in FAMILIES {
-        let host = Host::new(family, false);
-        let mut kinds = std::collections::BTreeMap::new();
+    for backend in BACKENDS {
+        let host = Host::new(backend, false);
+        let mut kinds = BTreeMap::new();
         let mut components = 0;
         for seed in 0..60_u64 {
             let seed_text = seed.to_string();
@@ -404,12 +453,12 @@ fn random_mischief_never_costs_a_step() {
                         ((state >> 33) % below) as usize
                     };
                     let decodes = 9 + random(20);
-                    let mut rows: Vec<_> = (0..decodes).map(|_| (1, 1 + random(300))).collect();
+                    let mut rows: Vec<_> = (0..decodes).map(|_| (1, 2 + random(300))).collect();
                     for _ in 0..random(3) {
                         let tokens = 2 + random(60);
                         rows.push((tokens, tokens + random(200)));
                     }
-                    step(&rows)
+                    backend.step(&rows)
                 })
                 .collect();
             let mut group = host.group(&shapes[0], &options).unwrap();
@@ -422,10 +471,7 @@ fn random_mischief_never_costs_a_step() {
                 }
             }
         }
-        println!(
-            "{}: {components} by the component, {kinds:?}",
-            family.interface()
-        );
+        println!("{}: {components} by the component, {kinds:?}", backend.name);
         for kind in [
             "trap",
             "fuel",
@@ -442,8 +488,9 @@ fn random_mischief_never_costs_a_step() {
 
 #[test]
 fn a_command_that_is_none_is_refused_with_what_there_is() {
-    let step = mixed();
-    let host = Host::new(Family::FlashAttn, false);
+    let backend = BACKENDS[0];
+    let step = backend.mixed();
+    let host = Host::new(backend, false);
     for (options, says) in [
         ([("chaos", "havoc")], "there are behave, random, trap"),
         ([("chaos-field", "x")], "there are num_actual_tokens"),
@@ -495,16 +542,13 @@ impl Times {
 #[test]
 fn the_extra_latency_of_each_mischief_is_reported() {
     const ROUNDS: usize = 15;
-    for (family, rows) in [
-        (Family::FlashAttn, 256),
-        (Family::Flashinfer, 256),
-        (Family::Flashinfer, 1024),
-    ] {
-        let step = decodes(rows);
-        let host = Host::new(family, true);
+    let cases = BACKENDS.map(|backend| (backend, 256));
+    for (backend, rows) in cases.into_iter().chain([(BACKENDS[1], 1024)]) {
+        let step = backend.decodes(rows);
+        let host = Host::new(backend, true);
         let inputs = step.inputs(&[]);
         let context = step.context(&inputs);
-        let mut plain = timetable_attention::plain_builder(family, &step.config).unwrap();
+        let mut plain = timetable_attention::plain_builder(backend.family, &step.config).unwrap();
         let mut times = Times::default();
         for _ in 0..200 {
             drop(times.measure(|| plain.build(&step.step.cam, false)));
@@ -512,14 +556,14 @@ fn the_extra_latency_of_each_mischief_is_reported() {
         let plain = Times::median(&times.wall);
         println!(
             "{}: {rows} decodes, beyond the plain build's {plain:?}; wall-clock median, worst and first, CPU median",
-            family.interface()
+            backend.name
         );
         let all = KINDS
             .iter()
             .map(|(mischief, _)| *mischief)
             .chain([Mischief::JustUnderFuel]);
         for mischief in all {
-            let mut group = host.group(&step, &options(mischief)).unwrap();
+            let mut group = host.group(&step, &options(backend, mischief)).unwrap();
             let mut times = Times::default();
             for _ in 0..ROUNDS {
                 wait("an instance", || {
@@ -547,7 +591,7 @@ fn the_extra_latency_of_each_mischief_is_reported() {
         }
         // The step after a trap: the spare builds it.
         let above = (rows + 1).to_string();
-        let larger = decodes(rows + 1);
+        let larger = backend.decodes(rows + 1);
         let mut times = Times::default();
         for _ in 0..ROUNDS {
             let options = [("chaos", "trap"), ("chaos-min-rows", above.as_str())];

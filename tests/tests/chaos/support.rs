@@ -1,11 +1,11 @@
-//! A host for the chaos builder: one attention group, steps with their tensors, a fault directory.
+//! A host for the chaos builder: one attention group of any family, steps with their tensors, a fault directory.
 
 use std::{
     path::PathBuf,
     time::{Duration, Instant},
 };
 
-use serde_json::json;
+use serde_json::{Value, json};
 use timetable_attention::{
     describe::{DescribedStep, StepDescription},
     plain_builder, verify, verify_step,
@@ -16,59 +16,159 @@ use timetable_sandbox::{
 };
 use timetable_types::{BuilderConfig, Family, Metadata};
 
-pub const FAMILIES: [Family; 2] = [Family::FlashAttn, Family::Flashinfer];
+/// A kind of group, whose records the chaos builder of its family makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Backend {
+    pub name: &'static str,
+    pub family: Family,
+    /// The type of its states, if it keeps any.
+    mamba_type: Option<&'static str>,
+    /// Drafts that a row may verify.
+    drafts: usize,
+}
+
+const fn paged(name: &'static str, family: Family) -> Backend {
+    Backend {
+        name,
+        family,
+        mamba_type: None,
+        drafts: 0,
+    }
+}
+
+const fn recurrent(name: &'static str, mamba_type: &'static str, drafts: usize) -> Backend {
+    Backend {
+        name,
+        family: Family::Mamba,
+        mamba_type: Some(mamba_type),
+        drafts,
+    }
+}
+
+/// One of every family, and two of those that keep states.
+pub const BACKENDS: [Backend; 6] = [
+    paged("FLASH_ATTN", Family::FlashAttn),
+    paged("FLASHINFER", Family::Flashinfer),
+    paged("TRITON_ATTN", Family::TritonAttn),
+    paged("TRITON_MLA", Family::FlashMla),
+    recurrent("MAMBA2", "mamba2", 0),
+    recurrent("GDN_ATTN", "gdn", 0),
+];
+
+/// More forms of records, so that every field is in one.
+pub const MORE_RECORDS: [Backend; 5] = [
+    recurrent("MAMBA1", "mamba1", 0),
+    recurrent("SHORT_CONV", "short_conv", 2),
+    recurrent("LINEAR", "linear", 0),
+    recurrent("MAMBA2", "mamba2", 3),
+    recurrent("GDN_ATTN", "gdn", 3),
+];
 
 /// Batches with fewer rows are built well: those that a new version is tried with have at most 8.
 pub const MIN_ROWS: usize = 9;
 
-/// A step of rows (query tokens, keys), decodes first, in blocks of 16.
-pub fn step(rows: &[(usize, usize)]) -> DescribedStep {
-    let width = rows
-        .iter()
-        .map(|(_, keys)| keys.div_ceil(16))
-        .max()
-        .unwrap_or(1);
-    let (mut starts, mut table, mut slots, mut positions) =
-        (vec![0], Vec::new(), Vec::new(), Vec::new());
-    for (row, (tokens, keys)) in rows.iter().enumerate() {
-        starts.push(starts[row] + tokens);
-        let blocks: Vec<usize> = (0..width).map(|column| 1 + row * width + column).collect();
-        for position in keys - tokens..*keys {
-            slots.push(blocks[position / 16] * 16 + position % 16);
-            positions.push(position);
+impl Backend {
+    /// A count that every record of the backend has, and that has one right value.
+    pub fn counted(&self) -> &'static str {
+        match self.family {
+            Family::Mamba => "num_decode_tokens",
+            _ => "num_actual_tokens",
         }
-        table.push(blocks);
     }
-    let lens: Vec<usize> = rows.iter().map(|(_, keys)| *keys).collect();
-    let description = json!({
-        "query_start_loc": starts,
-        "seq_lens": lens,
-        "num_reqs": rows.len(),
-        "num_actual_tokens": positions.len(),
-        "max_query_len": rows.iter().map(|(tokens, _)| tokens).max(),
-        "max_seq_len": lens.iter().max(),
-        "block_table": table,
-        "slot_mapping": slots,
-        "positions": positions,
-        "is_prefilling": rows.iter().map(|(tokens, _)| *tokens > 1).collect::<Vec<_>>(),
-        "kv_cache_spec": { "block_size": 16, "num_kv_heads": 2, "head_size": 64 },
-        "config": { "attention": { "num_heads": 8 }, "device": { "num_workers": 4 } },
-    });
-    StepDescription::from_value(description)
-        .and_then(|description| description.validate())
-        .expect("a good step")
-}
 
-/// Nine decodes and three prefills.
-pub fn mixed() -> DescribedStep {
-    let decodes = (0..9).map(|row| (1, 1 + 37 * row));
-    let prefills = (0..3).map(|row| (20 + 9 * row, 25 + 40 * row));
-    step(&decodes.chain(prefills).collect::<Vec<_>>())
-}
+    /// A step of rows (query tokens, keys), decodes first, in blocks of 16.
+    pub fn step(&self, rows: &[(usize, usize)]) -> DescribedStep {
+        let blocks_of_row = rows.iter().map(|(_, keys)| keys.div_ceil(16)).max();
+        let width = blocks_of_row.unwrap_or(1) + self.drafts;
+        let (mut starts, mut table, mut slots, mut positions) =
+            (vec![0], Vec::new(), Vec::new(), Vec::new());
+        for (row, (tokens, keys)) in rows.iter().enumerate() {
+            starts.push(starts[row] + tokens);
+            let blocks: Vec<usize> = (0..width).map(|column| 1 + row * width + column).collect();
+            for position in keys - tokens..*keys {
+                slots.push(blocks[position / 16] * 16 + position % 16);
+                positions.push(position);
+            }
+            table.push(blocks);
+        }
+        let lens: Vec<usize> = rows.iter().map(|(_, keys)| *keys).collect();
+        let decodes = |(tokens, keys): &(usize, usize)| keys > tokens && *tokens <= 1 + self.drafts;
+        let (spec, attention) = self.config();
+        let mut description = json!({
+            "query_start_loc": starts,
+            "seq_lens": lens,
+            "num_reqs": rows.len(),
+            "num_actual_tokens": positions.len(),
+            "max_query_len": rows.iter().map(|(tokens, _)| tokens).max(),
+            "max_seq_len": lens.iter().max(),
+            "block_table": table,
+            "slot_mapping": slots,
+            "positions": positions,
+            "is_prefilling": rows.iter().map(|row| !decodes(row)).collect::<Vec<_>>(),
+            "kv_cache_spec": spec,
+            "config": {
+                "attention": attention,
+                "scheduler": { "num_speculative_tokens": self.drafts },
+                "device": { "num_workers": 4 },
+            },
+        });
+        if self.drafts > 0 {
+            let drafts = rows.iter().map(|row| match decodes(row) {
+                true => row.0 as i64 - 1,
+                false => -1,
+            });
+            description["extras"] = json!({
+                "num_accepted_tokens": { "device": vec![1; rows.len()] },
+                "num_decode_draft_tokens_cpu": { "host": drafts.collect::<Vec<_>>() },
+            });
+        }
+        StepDescription::from_value(description)
+            .and_then(|description| description.validate())
+            .expect("a good step")
+    }
 
-/// `rows` decodes of rising lengths.
-pub fn decodes(rows: usize) -> DescribedStep {
-    step(&(0..rows).map(|row| (1, 1 + 7 * row)).collect::<Vec<_>>())
+    /// `kv_cache_spec` and `config.attention`.
+    fn config(&self) -> (Value, Value) {
+        let heads = json!({ "num_heads": 8 });
+        match (self.family, self.mamba_type) {
+            (Family::FlashMla, _) => (
+                json!({
+                    "kind": "MLA_ATTENTION", "block_size": 16, "num_kv_heads": 1, "head_size": 576, "head_size_v": 0,
+                }),
+                json!({ "num_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64 }),
+            ),
+            (_, Some(mamba_type)) => {
+                let states = json!({
+                    "mamba_type": mamba_type, "cache_mode": "none",
+                    "num_speculative_blocks": self.drafts, "chunk_size": 16,
+                });
+                let spec = json!({
+                    "kind": "MAMBA", "block_size": 16, "num_kv_heads": 1, "head_size": 64, "mamba": states,
+                });
+                (spec, heads)
+            }
+            _ => (
+                json!({ "block_size": 16, "num_kv_heads": 2, "head_size": 64 }),
+                heads,
+            ),
+        }
+    }
+
+    /// Nine decodes, which verify drafts where there are any, and three prefills, the first of a new request.
+    pub fn mixed(&self) -> DescribedStep {
+        let tokens = |row: usize| match self.drafts {
+            0 => 1,
+            drafts => 2 + row % drafts,
+        };
+        let decodes = (0..9).map(|row| (tokens(row), tokens(row) + 1 + 37 * row));
+        let prefills = (0..3).map(|row| (20 + 9 * row, 20 + 40 * row));
+        self.step(&decodes.chain(prefills).collect::<Vec<_>>())
+    }
+
+    /// `rows` decodes of rising lengths.
+    pub fn decodes(&self, rows: usize) -> DescribedStep {
+        self.step(&(0..rows).map(|row| (1, 2 + 7 * row)).collect::<Vec<_>>())
+    }
 }
 
 /// The step's configuration, with options.
@@ -81,23 +181,23 @@ pub fn config(step: &DescribedStep, options: &[(&str, &str)]) -> BuilderConfig {
     config
 }
 
-/// A sandbox with the chaos builder of a family.
+/// A sandbox with the chaos builder of a backend's family.
 pub struct Host {
-    pub family: Family,
+    pub backend: Backend,
     pub sandbox: Sandbox,
     component: Component,
     faults: Option<(tempfile::TempDir, PathBuf)>,
 }
 
 impl Host {
-    pub fn new(family: Family, keeps_faults: bool) -> Host {
+    pub fn new(backend: Backend, keeps_faults: bool) -> Host {
         // Groups come and go here faster than the thread that drops instances follows.
         let limits = Limits {
             max_instances: 1024,
             ..Limits::default()
         };
         let sandbox = Sandbox::new(limits).expect("a sandbox");
-        let bytes = timetable_reference::chaos(family).expect("a chaos builder");
+        let bytes = timetable_reference::chaos(backend.family).expect("a chaos builder");
         let component = sandbox.load(bytes).expect("it loads");
         let faults = keeps_faults.then(|| {
             let dir = tempfile::tempdir().expect("a directory");
@@ -110,7 +210,7 @@ impl Host {
             (dir, path)
         });
         Host {
-            family,
+            backend,
             sandbox,
             component,
             faults,
@@ -125,8 +225,8 @@ impl Host {
     ) -> Result<GroupBuilder, ReloadError> {
         let config = config(step, options);
         let setup = GroupSetup {
-            name: format!("{}/0", self.family.interface()),
-            plain: plain_builder(self.family, &config).expect("a plain builder"),
+            name: format!("{}/0", self.backend.name),
+            plain: plain_builder(self.backend.family, &config).expect("a plain builder"),
             config,
             acceptance: None,
         };
@@ -137,7 +237,7 @@ impl Host {
 
     /// What the plain builder makes of a step.
     pub fn plain(&self, step: &DescribedStep) -> Metadata {
-        plain_builder(self.family, &step.config)
+        plain_builder(self.backend.family, &step.config)
             .expect("a plain builder")
             .build(&step.step.cam, false)
             .expect("plain metadata")
@@ -181,7 +281,8 @@ pub fn patient() -> FaultPolicy {
 /// One step through the verifier.
 #[track_caller]
 pub fn build(group: &mut GroupBuilder, step: &DescribedStep) -> StepMetadata {
-    let inputs = step.inputs(&[]);
+    let extras = step.borrowed_extras();
+    let inputs = step.inputs(&extras);
     let context = step.context(&inputs);
     verify_step(&context).expect("a good step");
     group.step_boundary();

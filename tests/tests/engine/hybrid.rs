@@ -2,7 +2,7 @@
 //! recurrences in one engine, against textbook computation.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex},
 };
 
@@ -16,7 +16,9 @@ use timetable_engine::{
     model::{Mixer, ModelConfig},
     simulated::{StepCost, simulated_model},
 };
-use timetable_sandbox::{ObservedStep, StepObserver, TenantName};
+use timetable_sandbox::{
+    Companions, FaultPolicy, ObservedStep, ReloadPlan, StepObserver, TenantName,
+};
 use timetable_tests::{
     drive::{self, generate, greedy},
     toy::{self, FULL, GDN, LATENT, MAMBA2, Toy, chunked},
@@ -391,6 +393,64 @@ fn one_groups_faults_are_its_own() {
             assert_eq!(status.plain_steps > 0, is_chaos, "{}", handle.group());
         }
     }
+}
+
+/// Each group in turn gets a builder that does something else wrong in each step; what comes out is what comes out without it.
+#[test]
+fn whichever_groups_builder_misbehaves_the_tokens_stay() {
+    let expected = expected(&MIXERS);
+    let config = EngineConfig {
+        max_num_seqs: 12,
+        ..config(Family::FlashAttn)
+    };
+    let source = BuilderSource::ByFamily(components(Family::FlashAttn, "triton-mla"));
+    let policy = FaultPolicy {
+        quarantine_faults: 1000,
+        max_backoff_steps: 0,
+        ..FaultPolicy::default()
+    };
+    let mut kinds = BTreeSet::new();
+    for group in 0..6 {
+        let mut engine = engine(&config, &MIXERS, &source);
+        let handles = engine.reload_handles();
+        assert_eq!(handles.len(), 6);
+        let handle = &handles[group];
+        let bytes = timetable_reference::chaos(handle.family()).expect("a chaos builder");
+        let component = drive::sandbox().load(bytes).expect("it loads");
+        // It behaves while it is accepted, and in small steps.
+        let options = [("chaos", "random"), ("chaos-min-rows", "9")]
+            .map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let (plan, alone) = (ReloadPlan::default(), Companions::of(1));
+        handle
+            .submit(
+                Some(&component),
+                "chaos.wasm",
+                Some(options.into()),
+                &plan,
+                &alone,
+            )
+            .expect("it is accepted");
+        handle.set_policy(policy).expect("a policy");
+        // An instance that did wrong is gone, and steps do not wait for the next.
+        let mut rounds = 0;
+        while engine.stats().fallback_steps < 10 {
+            rounds += 1;
+            assert!(rounds < 100, "{} was meant to fault", handle.group());
+            let twice = [requests(), requests()].concat();
+            for (index, answer) in generate(&mut engine, twice).iter().enumerate() {
+                let expected = &expected[index % expected.len()];
+                let what = format!("{}: prompt {index}", handle.group());
+                assert_eq!(&answer.tokens, expected, "{what}");
+            }
+        }
+        assert_eq!(engine.stats().failed_steps, 0);
+        for (index, other) in handles.iter().enumerate() {
+            let faults = other.status().faults;
+            assert_eq!(faults.is_empty(), index != group, "{}", other.group());
+            kinds.extend(faults.into_keys());
+        }
+    }
+    assert!(kinds.len() > 3, "{kinds:?}");
 }
 
 #[test]

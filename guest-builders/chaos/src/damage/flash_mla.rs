@@ -34,6 +34,8 @@ impl Damage for Metadata {
         "context_lens",
         "workspace",
         "chunk.index",
+        "chunk.request_slice",
+        "chunk.token_slice",
         "chunk.continuation_token_end",
         "chunk.is_continuation",
         "chunk.num_context_tokens",
@@ -152,7 +154,7 @@ fn of_prefill<'m>(prefill: &'m mut MlaPrefill, places: &mut Vec<(&'static str, P
     }
 }
 
-fn of_chunk(chunk: &mut ContextChunk) -> [(&'static str, Place<'_>); 13] {
+fn of_chunk(chunk: &mut ContextChunk) -> [(&'static str, Place<'_>); 15] {
     let ContextChunk {
         index,
         continuation_token_end,
@@ -167,13 +169,15 @@ fn of_chunk(chunk: &mut ContextChunk) -> [(&'static str, Place<'_>); 13] {
         token_to_seq,
         all_rows_active,
         num_local_context_tokens,
-        // Ranges, and what only ranks have.
-        request_slice: _,
-        token_slice: _,
+        request_slice,
+        token_slice,
+        // Only ranks have it.
         dcp: _,
     } = chunk;
     [
         ("chunk.index", Place::U32(index)),
+        ("chunk.request_slice", Place::Range(request_slice)),
+        ("chunk.token_slice", Place::Range(token_slice)),
         (
             "chunk.continuation_token_end",
             Place::U32(continuation_token_end),

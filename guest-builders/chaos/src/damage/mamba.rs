@@ -62,25 +62,6 @@ impl Damage for Metadata {
         }
     }
 
-    /// A step without prefills has none but in its states' rows; those become a tensor by value.
-    fn lists(&mut self) -> Vec<&mut Vec<i32>> {
-        let (mut lists, mut tensors) = (Vec::new(), Vec::new());
-        for (_, place) in self.places() {
-            match place {
-                Place::List(list) => lists.push(list),
-                Place::Tensor(tensor) => tensors.push(tensor),
-                _ => {}
-            }
-        }
-        for tensor in tensors.into_iter().take(2) {
-            *tensor = Tensor::Values(Vec::new());
-            if let Tensor::Values(list) = tensor {
-                lists.insert(0, list);
-            }
-        }
-        lists
-    }
-
     fn vary(&mut self, turn: u64) {
         let conv = match self {
             Metadata::Mamba1(base) | Metadata::ShortConv(base) => base.conv.as_mut(),
@@ -98,9 +79,7 @@ impl Damage for Metadata {
 }
 
 fn padded<'m>(places: &mut Places<'m>, name: &'static str, tensor: &'m mut Option<PaddedTensor>) {
-    if let Some(padded) = tensor {
-        places.push((name, Place::Tensor(&mut padded.tensor)));
-    }
+    places.extend(tensor.as_mut().map(|padded| (name, Place::Padded(padded))));
 }
 
 fn of_base(base: &mut BaseMetadata) -> Places<'_> {
@@ -136,7 +115,7 @@ fn of_base(base: &mut BaseMetadata) -> Places<'_> {
         ),
         (
             "state_indices_tensor_d",
-            Place::Tensor(&mut state_indices_tensor_d.tensor),
+            Place::Padded(state_indices_tensor_d),
         ),
         ("seq_lens", Place::Tensor(seq_lens)),
     ];

@@ -1,6 +1,6 @@
 //! TRITON_ATTN's fields.
 
-use timetable_guest::types::{Tensor, triton_attn::Metadata};
+use timetable_guest::types::triton_attn::Metadata;
 
 use super::{Damage, Place};
 
@@ -62,18 +62,6 @@ impl Damage for Metadata {
             Place::U32(rswa_window),
         ];
         Self::FIELDS.iter().copied().zip(places).collect()
-    }
-
-    /// It has none but in tensors by value.
-    fn lists(&mut self) -> Vec<&mut Vec<i32>> {
-        let tensors = [&mut self.mm_prefix_range, &mut self.rswa_prefix_lens];
-        let lists = tensors.into_iter().filter_map(|tensor| {
-            match tensor.insert(Tensor::Values(Vec::new())) {
-                Tensor::Values(list) => Some(list),
-                _ => None,
-            }
-        });
-        lists.collect()
     }
 
     fn vary(&mut self, turn: u64) {

@@ -32,13 +32,15 @@ pub struct AttentionConfig {
 /// Why an impl could not be made, or did not run.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ImplError {
-    /// No impl of this family on this device.
-    #[error(
-        "backend {interface} does not run on the CPU device yet: choose FLASH_ATTN or FLASHINFER (--attention-backend)"
-    )]
+    /// No impl of this kind for this family on this device.
+    #[error("metadata of {interface} does not run on the CPU device {form}: {remedy}")]
     NotOnThisDevice {
         /// The family's interface.
         interface: &'static str,
+        /// As what it was to run.
+        form: &'static str,
+        /// What would work.
+        remedy: &'static str,
     },
     /// A constructor argument that no impl accepts.
     #[error("attention config: {name} is {value}: {remedy}")]
@@ -250,15 +252,19 @@ impl AttentionImpl for PagedAttentionImpl {
 
 impl PagedAttentionImpl {
     pub(super) fn new(family: Family, config: AttentionConfig) -> Result<Self, ImplError> {
+        let not_paged = |remedy| {
+            Err(ImplError::NotOnThisDevice {
+                interface: family.interface(),
+                form: "as attention over paged keys and values",
+                remedy,
+            })
+        };
         let name = match family {
             Family::FlashAttn => "FlashAttentionImpl",
             Family::Flashinfer => "FlashInferImpl",
             Family::TritonAttn => "TritonAttentionImpl",
-            Family::FlashMla | Family::Mamba => {
-                return Err(ImplError::NotOnThisDevice {
-                    interface: family.interface(),
-                });
-            }
+            Family::FlashMla => return not_paged("make an `MlaImpl` of the layer's `MlaConfig`"),
+            Family::Mamba => return not_paged("make a `MambaImpl` of the layer's `MambaConfig`"),
         };
         Ok(Self {
             family,

@@ -241,6 +241,12 @@ impl ContextParallelImpl {
         if !matches!(family, Family::FlashAttn | Family::Flashinfer) {
             return Err(ImplError::NotOnThisDevice {
                 interface: family.interface(),
+                form: "under decode context parallelism",
+                remedy: match family {
+                    Family::FlashMla => "make an `MlaImpl`, which runs one rank's share",
+                    Family::Mamba => "make a `MambaImpl`: every rank keeps whole states",
+                    _ => "choose FLASH_ATTN or FLASHINFER (--attention-backend)",
+                },
             });
         }
         if size == 0 {

@@ -137,10 +137,16 @@ impl StepMetadata {
             Metadata::FlashAttn(metadata) => prepare::flash_attn(self, metadata, inputs)?,
             Metadata::Flashinfer(metadata) => prepare::flashinfer(self, metadata, inputs)?,
             Metadata::TritonAttn(metadata) => prepare::triton_attn(self, metadata, inputs)?,
-            Metadata::FlashMla(_) | Metadata::Mamba(_) => {
+            Metadata::FlashMla(_) => {
                 return Err(PrepareError::Unsupported {
-                    what: metadata.family().interface(),
-                    remedy: "choose FLASH_ATTN or FLASHINFER",
+                    what: "flash-mla as keys and values",
+                    remedy: "latent attention is prepared by `MlaStepMetadata` and runs in `MlaImpl`",
+                });
+            }
+            Metadata::Mamba(_) => {
+                return Err(PrepareError::Unsupported {
+                    what: "mamba as keys and values",
+                    remedy: "recurrent layers are prepared by `MambaStepMetadata` and run in `MambaImpl`",
                 });
             }
         }

@@ -3,8 +3,9 @@
 use rand::Rng;
 use timetable_attention::plain_builder;
 use timetable_device::cpu::{
-    ImplError, PrepareError,
+    AttentionConfig, CacheDtype, ImplError, PrepareError, StepMetadata,
     mamba::{MambaConfig, MambaImpl, MambaStates, MambaStepMetadata},
+    new_impl,
 };
 use timetable_types::{
     Family, MambaCacheMode, MambaType, Metadata, PaddedTensor, Tensor,
@@ -212,6 +213,33 @@ fn what_cannot_be_is_refused_with_the_field() {
         .prepare(&other, &made.inputs(&[]), world.spec())
         .expect_err("another family");
     assert!(matches!(error, PrepareError::Unsupported { .. }), "{error}");
+}
+
+#[test]
+fn attention_over_keys_says_which_type_runs_a_recurrent_or_latent_layer() {
+    let (_, _, made) = two(MambaType::Mamba2, Kind::Prefill, 20);
+    let error = StepMetadata::new()
+        .prepare(&made.metadata, &made.inputs(&[]), 16)
+        .expect_err("states");
+    assert!(error.to_string().contains("MambaStepMetadata"), "{error}");
+    let config = AttentionConfig {
+        num_heads: 1,
+        head_size: 8,
+        scale: 1.0,
+        num_kv_heads: 1,
+        sliding_window: None,
+        logits_soft_cap: None,
+        kv_cache_dtype: CacheDtype::F32,
+        block_size: 16,
+        batch_invariant: false,
+    };
+    for (family, says) in [
+        (Family::Mamba, "make a `MambaImpl`"),
+        (Family::FlashMla, "make an `MlaImpl`"),
+    ] {
+        let error = new_impl(family, config).err().expect("it is refused");
+        assert!(error.to_string().contains(says), "{error}");
+    }
 }
 
 #[test]
