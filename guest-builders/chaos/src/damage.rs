@@ -17,6 +17,8 @@ mod triton_attn;
 pub enum Place<'m> {
     /// An unsigned number.
     U32(&'m mut u32),
+    /// An unsigned number or none.
+    MaybeU32(&'m mut Option<u32>),
     /// A signed number.
     I32(&'m mut i32),
     /// A real number.
@@ -165,6 +167,10 @@ fn hit(place: Place<'_>, mischief: Mischief, random: &mut Random) {
                 value.wrapping_sub(1)
             };
         }
+        Place::MaybeU32(value) => match value {
+            Some(value) => hit(Place::U32(value), mischief, random),
+            None => *value = Some(1),
+        },
         Place::I32(value) => *value = number(*value, wild, more, random),
         Place::F64(value) if wild => *value = pick(random, &[f64::NAN, f64::INFINITY, -1e300]),
         Place::F64(value) => *value += if more { 1.0 } else { -1.0 },

@@ -38,6 +38,7 @@ impl Damage for Metadata {
         "num_spec_decodes",
         "num_spec_decode_tokens",
         "num_actual_tokens",
+        "uniform_spec_sequence_length",
         "has_initial_state",
         "spec_query_start_loc",
         "non_spec_query_start_loc",
@@ -207,7 +208,7 @@ fn of_gdn(metadata: &mut GdnMetadata) -> Places<'_> {
         spec_token_indx,
         non_spec_token_indx,
         num_accepted_tokens,
-        uniform_spec_sequence_length: _,
+        uniform_spec_sequence_length,
         chunk_indices,
         chunk_offsets,
         prefill_query_start_loc,
@@ -223,6 +224,10 @@ fn of_gdn(metadata: &mut GdnMetadata) -> Places<'_> {
         ("num_spec_decodes", Place::U32(num_spec_decodes)),
         ("num_spec_decode_tokens", Place::U32(num_spec_decode_tokens)),
         ("num_actual_tokens", Place::U32(num_actual_tokens)),
+        (
+            "uniform_spec_sequence_length",
+            Place::MaybeU32(uniform_spec_sequence_length),
+        ),
         ("has_initial_state", Place::MaybeTensor(has_initial_state)),
         ("spec_token_indx", Place::MaybeTensor(spec_token_indx)),
         (
