@@ -1,7 +1,7 @@
 //! `cargo xtask transformers`: the hybrid and latent families against Hugging Face transformers as it computes now, not as it
 //! was recorded.
 
-use std::fs;
+use std::{fs, path::Path};
 
 use anyhow::{Context, Result, bail};
 
@@ -57,26 +57,11 @@ pub fn compare() -> Result<()> {
     let requirements =
         fs::read_to_string(&wanted).with_context(|| format!("cannot read {}", wanted.display()))?;
     if fs::read_to_string(&installed).ok().as_ref() != Some(&requirements) {
-        heading("installing transformers into the target directory (about 7 GB)");
-        run(
-            "python3",
-            &["-m", "venv", "--clear", &home.to_string_lossy()],
-        )
-        .context("cannot make an environment; check that python3, 3.11 or later, has venv")?;
-        run(
-            &python,
-            &[
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--disable-pip-version-check",
-                "--no-cache-dir",
-                "--requirement",
-                &wanted.to_string_lossy(),
-            ],
-        )
-        .context("cannot install transformers; check the network and the space on the disk")?;
+        // Networks fail now and then.
+        install(&home, &wanted).or_else(|error| {
+            heading(&format!("{error:#}; once more"));
+            install(&home, &wanted)
+        })?;
         // Last, so that an installation that was cut off is made anew.
         fs::write(&installed, &requirements)
             .with_context(|| format!("cannot write {}", installed.display()))?;
@@ -86,10 +71,39 @@ pub fn compare() -> Result<()> {
     let record = record.to_string_lossy();
     let script = crate::root().join(SCRIPT);
     run(&python, &[&script.to_string_lossy(), &record])?;
-    heading("the same by our decoders");
-    run_with(
-        &cargo_program(),
-        &["test", "--release", "--workspace", "--test", "tiny_models"],
-        &[("TIMETABLE_TINY_MODELS", &record)],
+    heading("the same by our decoders, and through the engine");
+    let program = cargo_program();
+    let test = ["test", "--release", "--workspace"];
+    for which in [
+        &["--test", "tiny_models"][..],
+        &["--test", "engine", "families::"],
+    ] {
+        let arguments = [&test, which].concat();
+        run_with(&program, &arguments, &[("TIMETABLE_TINY_MODELS", &record)])?;
+    }
+    Ok(())
+}
+
+/// Makes an environment of the `wanted` versions at `home`.
+fn install(home: &Path, wanted: &Path) -> Result<()> {
+    heading("installing transformers into the target directory (about 7 GB)");
+    run(
+        "python3",
+        &["-m", "venv", "--clear", &home.to_string_lossy()],
     )
+    .context("cannot make an environment; check that python3, 3.11 or later, has venv")?;
+    run(
+        &home.join("bin/python").to_string_lossy(),
+        &[
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-cache-dir",
+            "--requirement",
+            &wanted.to_string_lossy(),
+        ],
+    )
+    .context("cannot install transformers; check the network and the space on the disk")
 }

@@ -14,7 +14,7 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use timetable_attention::{
-    BuildFault, Grant, MetadataBuilder, Refusal, Verifier, VerifyContext,
+    BuildFault, FaultKind, Grant, MetadataBuilder, Refusal, Verifier, VerifyContext,
     batch::capture_batch,
     graphs::{BatchExecutionDescriptor, covering},
     group::{AttentionGroup, BatchView},
@@ -31,7 +31,7 @@ use timetable_types::{
 
 use crate::{
     batch::{BatchShape, InputBatch, NoSlot, Segment},
-    config::{BuilderSource, Builders, EngineConfig, EngineError},
+    config::{BuilderSource, Builders, EngineConfig, EngineError, NativeBuilderFactory},
     executor::{Executor, SegmentPlace, Unprepared, eager_shape},
     spans,
     tenants::SlotConfig,
@@ -518,7 +518,7 @@ impl Slot {
                 GroupBuilder::new(sandbox, setup(plain), component, origin)?,
             )),
             BuilderSource::Native(make) => StepBuilder::Native {
-                builder: make(&config).map_err(EngineError::Native)?,
+                builder: native(make, family, &config)?,
                 plain,
             },
         };
@@ -533,6 +533,26 @@ impl Slot {
             verifier: RefCell::default(),
         })
     }
+}
+
+/// The factory's builder, if it is of the group's family.
+fn native(
+    make: &NativeBuilderFactory,
+    family: Family,
+    config: &BuilderConfig,
+) -> Result<Box<dyn MetadataBuilder>, EngineError> {
+    let builder = make(config).map_err(EngineError::Native)?;
+    if builder.family() == family {
+        return Ok(builder);
+    }
+    Err(EngineError::Native(BuildFault::Fault {
+        kind: FaultKind::Constructor,
+        message: format!(
+            "it builds metadata of `{}`, and a group needs those of `{}`; give a builder for each family",
+            builder.family().interface(),
+            family.interface()
+        ),
+    }))
 }
 
 /// What became of a group's step.

@@ -231,6 +231,7 @@ pub enum BuilderSource {
         origin: String,
     },
     /// Native code, not sandboxed and not replaceable; the plain builder stands behind it. For benchmarks and comparison.
+    /// Every group's: a model of several families needs one of each, [`BuilderSource::ByFamily`].
     Native(NativeBuilderFactory),
     /// One for each family; the plain builder serves groups of others.
     ByFamily(Vec<FamilyBuilder>),

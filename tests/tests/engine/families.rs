@@ -1,8 +1,8 @@
-//! The hybrid and latent families, whole: transformers' greedy tokens through the engine, whatever the batching, with builders
-//! as components and natively.
+//! The hybrid and latent families, whole: transformers' logits and greedy tokens through the engine, whatever the batching, with
+//! builders as components and natively.
 
 use timetable_engine::{
-    BuilderSource, CacheSize, Engine, EngineConfig, FamilyBuilder, FinishReason,
+    BuilderSource, CacheSize, Engine, EngineConfig, FamilyBuilder, FinishReason, GenerationRequest,
     model::{LoadOptions, Mixer, Model, Weights},
 };
 use timetable_tests::{
@@ -20,6 +20,9 @@ fn model(case: &Case) -> Box<Model> {
     };
     Box::new(Model::load(dir.path(), options).expect("the model loads"))
 }
+
+/// Between the engine's logits and transformers', both in f32; the record has six digits after the point.
+const MAX_DIFFERENCE: f32 = 1e-4;
 
 /// `tokens` of a step and `rows` of it at most.
 fn config(tokens: usize, rows: usize, blocks: usize) -> EngineConfig {
@@ -48,7 +51,7 @@ const LATENT: [Backend; 3] = [
     ("FLASHMLA", 64, (Family::FlashMla, "flash-mla")),
 ];
 
-/// The backends that run a model, and for each its components.
+/// The backends that run a model, and for each its components and their native twins.
 fn backends(case: &Case) -> Vec<(&'static str, usize, BuilderSource)> {
     let model = model(case);
     let has = |kind: fn(&Mixer) -> bool| {
@@ -60,22 +63,77 @@ fn backends(case: &Case) -> Vec<(&'static str, usize, BuilderSource)> {
         false => ATTENTION,
     };
     let recurs = has(|mixer| matches!(mixer, Mixer::Recurrent(_)));
-    let with_components = |(name, block_size, component): Backend| {
+    let with_builders = |(name, block_size, component): Backend| {
         let mamba = recurs.then_some((Family::Mamba, "mamba"));
-        let builders = [component].into_iter().chain(mamba);
-        let builders = builders.map(|(family, name)| FamilyBuilder {
-            family,
-            source: drive::component(name),
-            options: None,
-            grant: None,
-        });
-        (
-            name,
-            block_size,
-            BuilderSource::ByFamily(builders.collect()),
-        )
+        let builders: Vec<_> = [component].into_iter().chain(mamba).collect();
+        let sources: [fn(&'static str) -> BuilderSource; 2] =
+            [|name| drive::component(name), native];
+        sources.map(|source| {
+            let of_family = |&(family, name): &(Family, &'static str)| FamilyBuilder {
+                family,
+                source: source(name),
+                options: None,
+                grant: None,
+            };
+            let builders = builders.iter().map(of_family).collect();
+            (name, block_size, BuilderSource::ByFamily(builders))
+        })
     };
-    backends.into_iter().map(with_components).collect()
+    backends.into_iter().flat_map(with_builders).collect()
+}
+
+fn native(name: &'static str) -> BuilderSource {
+    BuilderSource::Native(Box::new(move |config| {
+        timetable_reference::native_twin(name, config)
+    }))
+}
+
+/// The largest difference between the engine's logits and transformers' recorded rows of the longest prompt. Each row is
+/// computed as the last of a prefill, and by a decode after each shorter prefill: the prompt's own tokens are forced.
+fn largest_difference(
+    recorded: &Recorded,
+    case: &Case,
+    config: &EngineConfig,
+    source: &BuilderSource,
+) -> f32 {
+    let config = EngineConfig {
+        // No request may leave the prefill to another.
+        enable_prefix_caching: false,
+        ..config.clone()
+    };
+    let mut engine = drive::engine(&config, model(case), source);
+    let prompt = recorded.prompts.last().expect("a prompt");
+    let requests = recorded.rows.iter().map(|&row| {
+        let (prompt, forced) = prompt.split_at(row + 1);
+        GenerationRequest {
+            forced: forced.to_vec(),
+            ..greedy(prompt, forced.len() + 1)
+        }
+    });
+    let logits = drive::logits(&mut engine, requests.collect());
+    let mut largest: f32 = 0.0;
+    for (&first, logits) in recorded.rows.iter().zip(&logits) {
+        for (&row, expected) in recorded.rows.iter().zip(&case.logits) {
+            let Some(index) = row.checked_sub(first) else {
+                continue;
+            };
+            assert_eq!(logits[index].len(), expected.len(), "{}", case.name);
+            for (a, b) in logits[index].iter().zip(expected) {
+                let difference = (a - b).abs();
+                assert!(
+                    difference <= MAX_DIFFERENCE,
+                    "{}: row {row} after a prefill of {}: {a} and {b} with {config:?}",
+                    case.name,
+                    first + 1
+                );
+                largest = largest.max(difference);
+            }
+        }
+    }
+    let stats = engine.stats();
+    let unserved = (stats.fallback_steps, stats.failed_steps);
+    assert_eq!(unserved, (0, 0), "{}", case.name);
+    largest
 }
 
 fn check(
@@ -110,7 +168,7 @@ fn check(
     engine
 }
 
-fn every_case_has_transformers_tokens(family: &str) {
+fn every_case_has_transformers_logits_and_tokens(family: &str) {
     let recorded = Recorded::load();
     let cases: Vec<&Case> = recorded
         .cases
@@ -118,15 +176,16 @@ fn every_case_has_transformers_tokens(family: &str) {
         .filter(|case| case.family() == family)
         .collect();
     assert!(cases.len() >= 2, "{} cases of {family}", cases.len());
+    let (mut runs, mut largest) = (0, 0f32);
     for case in cases {
+        let mut run = |config: &EngineConfig, source: &BuilderSource| {
+            check(&recorded, case, config, source);
+            largest = largest.max(largest_difference(&recorded, case, config, source));
+            runs += 1;
+        };
         // All at once; a request at a time; prefills in chunks beside decodes; a few tokens at a time.
         for (tokens, rows) in [(256, 4), (256, 1), (13, 3), (3, 2)] {
-            check(
-                &recorded,
-                case,
-                &config(tokens, rows, 96),
-                &BuilderSource::Plain,
-            );
+            run(&config(tokens, rows, 96), &BuilderSource::Plain);
         }
         for (backend, block_size, source) in backends(case) {
             let config = EngineConfig {
@@ -134,34 +193,57 @@ fn every_case_has_transformers_tokens(family: &str) {
                 block_size,
                 ..config(21, 3, 96)
             };
-            check(&recorded, case, &config, &source);
+            run(&config, &source);
         }
+    }
+    println!("{family}: largest logit difference {largest:e} in {runs} runs of the engine");
+}
+
+#[test]
+fn a_native_builder_of_another_family_is_refused() {
+    let recorded = Recorded::load();
+    let bamba = recorded
+        .cases
+        .iter()
+        .find(|case| case.family() == "bamba")
+        .expect("a hybrid");
+    let made = Engine::new(
+        &config(256, 4, 96),
+        model(bamba),
+        None,
+        drive::sandbox(),
+        // Of every group, and Mamba2's need another.
+        &native("flash-attn"),
+    );
+    let refusal = made.err().expect("refused").to_string();
+    for part in ["flash-attn", "mamba", "give a builder for each family"] {
+        assert!(refusal.contains(part), "{refusal}");
     }
 }
 
 #[test]
-fn deepseek_v2_has_transformers_tokens_whatever_the_batching() {
-    every_case_has_transformers_tokens("deepseek_v2");
+fn deepseek_v2_has_transformers_logits_and_tokens_whatever_the_batching() {
+    every_case_has_transformers_logits_and_tokens("deepseek_v2");
 }
 
 #[test]
-fn bamba_has_transformers_tokens_whatever_the_batching() {
-    every_case_has_transformers_tokens("bamba");
+fn bamba_has_transformers_logits_and_tokens_whatever_the_batching() {
+    every_case_has_transformers_logits_and_tokens("bamba");
 }
 
 #[test]
-fn qwen3_next_has_transformers_tokens_whatever_the_batching() {
-    every_case_has_transformers_tokens("qwen3_next");
+fn qwen3_next_has_transformers_logits_and_tokens_whatever_the_batching() {
+    every_case_has_transformers_logits_and_tokens("qwen3_next");
 }
 
 #[test]
-fn gemma3_has_transformers_tokens_whatever_the_batching() {
-    every_case_has_transformers_tokens("gemma3_text");
+fn gemma3_has_transformers_logits_and_tokens_whatever_the_batching() {
+    every_case_has_transformers_logits_and_tokens("gemma3_text");
 }
 
 #[test]
-fn llama4_has_transformers_tokens_whatever_the_batching() {
-    every_case_has_transformers_tokens("llama4_text");
+fn llama4_has_transformers_logits_and_tokens_whatever_the_batching() {
+    every_case_has_transformers_logits_and_tokens("llama4_text");
 }
 
 #[test]
