@@ -5,6 +5,7 @@
 use super::error::ModelError;
 use super::families;
 use super::gguf::GgufFile;
+use super::rope::frequencies;
 use super::traits::{HeadNorm, Traits};
 use serde::Deserialize;
 use serde_json::Value;
@@ -131,6 +132,50 @@ pub struct RopeConfig {
     pub scaling: RopeScaling,
 }
 
+impl RopeConfig {
+    /// What is wrong with it for heads of `head_dim`, with the value.
+    fn validate(&self, head_dim: usize) -> Result<(), String> {
+        if self.dim == 0 || self.dim > head_dim || !self.dim.is_multiple_of(2) {
+            return Err(format!(
+                "{} rotated dimensions of a head of {head_dim}: must be even and at most the head size",
+                self.dim
+            ));
+        }
+        if !(self.theta.is_finite() && self.theta > 0.0) {
+            return Err(format!(
+                "the RoPE base is {}, not a positive number",
+                self.theta
+            ));
+        }
+        let positive = |factor: f32| factor.is_finite() && factor > 0.0;
+        let ok = match self.scaling {
+            RopeScaling::None => true,
+            RopeScaling::Linear { factor } => positive(factor),
+            RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_context,
+            } => {
+                positive(factor)
+                    && positive(low_freq_factor)
+                    && positive(high_freq_factor)
+                    && high_freq_factor > low_freq_factor
+                    && original_context > 0
+            }
+        };
+        // A base or a factor near zero: no angle is a number.
+        let finite = |frequency: &f32| (frequency * MAX_CONTEXT as f32).is_finite();
+        if !ok || !frequencies(self).iter().all(finite) {
+            return Err(format!(
+                "the RoPE base {} with the scaling {:?} is out of range",
+                self.theta, self.scaling
+            ));
+        }
+        Ok(())
+    }
+}
+
 /// What mixes a layer's tokens, and with what sizes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Mixer {
@@ -194,6 +239,8 @@ pub struct ModelConfig {
 pub(super) const MAX_WIDTH: u64 = 1 << 20;
 pub(super) const MAX_LAYERS: u64 = 4096;
 pub(super) const MAX_CONTEXT: u64 = 1 << 24;
+/// Elements of one of a recurrent layer's two states: 64 MiB. The largest known models' have a sixteenth.
+pub(super) const MAX_STATE: u64 = 1 << 24;
 /// transformers' `sliding_window` of Mistral, Qwen2 and Qwen3 where a file has none.
 const DEFAULT_SLIDING_WINDOW: u64 = 4096;
 /// transformers' `max_window_layers` of Qwen2 and Qwen3 where a file has none.
@@ -495,45 +542,17 @@ impl ModelConfig {
                 self.num_attention_heads, self.head_dim
             ));
         }
-        let rope = &self.rope;
-        if rope.dim == 0 || rope.dim > self.head_dim || !rope.dim.is_multiple_of(2) {
-            return wrong(format!(
-                "{} rotated dimensions of a head of {}: must be even and at most the head size",
-                rope.dim, self.head_dim
-            ));
-        }
-        if !(rope.theta.is_finite() && rope.theta > 0.0) {
-            return wrong(format!(
-                "the RoPE base is {}, not a positive number",
-                rope.theta
-            ));
+        let corrupt = |what: String| ModelError::corrupt(path, what);
+        self.rope.validate(self.head_dim).map_err(corrupt)?;
+        if let Some(local) = &self.traits.local_rope {
+            local
+                .validate(self.head_dim)
+                .map_err(|what| corrupt(format!("in the layers with a window, {what}")))?;
         }
         if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps > 0.0) {
             return wrong(format!(
                 "the norm's epsilon is {}, not a positive number",
                 self.rms_norm_eps
-            ));
-        }
-        let ok = match rope.scaling {
-            RopeScaling::None => true,
-            RopeScaling::Linear { factor } => factor.is_finite() && factor > 0.0,
-            RopeScaling::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_context,
-            } => {
-                factor.is_finite()
-                    && factor > 0.0
-                    && low_freq_factor > 0.0
-                    && high_freq_factor > low_freq_factor
-                    && original_context > 0
-            }
-        };
-        if !ok {
-            return wrong(format!(
-                "the RoPE scaling {:?} is out of range",
-                rope.scaling
             ));
         }
         Ok(self)

@@ -4,8 +4,8 @@
 //! Knows no tensors.
 
 use super::config::{
-    Architecture, HfRope, MAX_CONTEXT, MAX_LAYERS, MAX_WIDTH, Mixer, ModelConfig, RopeConfig,
-    RopeStyle, divided_head_dim, in_range, rope_of, token_list, unsupported,
+    Architecture, HfRope, MAX_CONTEXT, MAX_LAYERS, MAX_STATE, MAX_WIDTH, Mixer, ModelConfig,
+    RopeConfig, RopeStyle, divided_head_dim, in_range, rope_of, token_list, unsupported,
 };
 use super::error::ModelError;
 use super::traits::{
@@ -39,7 +39,7 @@ pub(super) fn config(
         Architecture::Gemma3 => gemma3(&fields, config)?,
         _ => llama4(&fields, config)?,
     };
-    fields.check_widths(&config)?;
+    fields.check_sizes(&config)?;
     Ok(config)
 }
 
@@ -290,11 +290,12 @@ impl Fields<'_> {
         Ok((experts, chosen))
     }
 
-    /// Products of the family's widths.
-    fn check_widths(&self, config: &ModelConfig) -> Result<(), ModelError> {
+    /// Products of the family's sizes.
+    fn check_sizes(&self, config: &ModelConfig) -> Result<(), ModelError> {
+        let refuse = |what: String| unsupported(self.path, what, "use a smaller model");
         let check = |what: &str, width: usize| match width as u64 {
             0..=MAX_WIDTH => Ok(()),
-            _ => Err(self.corrupt(format!("{what} are {width} wide, above {MAX_WIDTH}"))),
+            _ => Err(refuse(format!("{what}, {width} wide, above {MAX_WIDTH},"))),
         };
         for mixer in &config.mixers {
             match mixer {
@@ -304,8 +305,23 @@ impl Fields<'_> {
                         "the values of all heads",
                         sizes.num_heads * sizes.v_head_dim,
                     )?;
+                    // A decode's queries are projected to latents.
+                    check(
+                        "the latent queries of all heads",
+                        sizes.num_heads * sizes.head_size(),
+                    )?;
                 }
-                Mixer::Recurrent(sizes) => check("a recurrence's inputs", sizes.conv_dim())?,
+                Mixer::Recurrent(sizes) => {
+                    check("a recurrence's inputs", sizes.conv_dim())?;
+                    for shape in sizes.state_shapes() {
+                        let elements: u64 = shape.iter().map(|&size| u64::from(size)).product();
+                        if elements > MAX_STATE {
+                            return Err(refuse(format!(
+                                "a recurrent state of {shape:?}, {elements} elements, above {MAX_STATE},"
+                            )));
+                        }
+                    }
+                }
             }
         }
         for feed_forward in &config.traits.feed_forwards {
@@ -566,7 +582,10 @@ fn gemma3(fields: &Fields<'_>, mut config: ModelConfig) -> Result<ModelConfig, M
 fn llama4(fields: &Fields<'_>, mut config: ModelConfig) -> Result<ModelConfig, ModelError> {
     let layers = config.num_hidden_layers;
     config.rope.style = RopeStyle::Interleaved;
-    let chunk = fields.optional_size("attention_chunk_size", MAX_CONTEXT)?;
+    // A chunk that holds every context is none.
+    let chunk = fields
+        .optional_size("attention_chunk_size", MAX_CONTEXT)?
+        .filter(|chunk| *chunk < config.max_position_embeddings);
     let every = fields.optional_size("no_rope_layer_interval", MAX_LAYERS)?;
     let every = every.unwrap_or(4);
     let listed = match fields.get("no_rope_layers") {

@@ -2,13 +2,17 @@ use super::*;
 use crate::model::config::RopeScaling;
 use serde_json::json;
 
-fn config(mut json: Value, more: &Value) -> ModelConfig {
+fn read(mut json: Value, more: &Value) -> Result<ModelConfig, ModelError> {
     for (field, value) in more.as_object().expect("fields") {
         json[field] = value.clone();
     }
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::write(dir.path().join("config.json"), json.to_string()).expect("written");
-    ModelConfig::from_hf_dir(dir.path()).expect("valid")
+    ModelConfig::from_hf_dir(dir.path())
+}
+
+fn config(json: Value, more: &Value) -> ModelConfig {
+    read(json, more).expect("valid")
 }
 
 fn base(model_type: &str) -> Value {
@@ -17,6 +21,35 @@ fn base(model_type: &str) -> Value {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
         "rms_norm_eps": 1e-6,
     })
+}
+
+/// `base` with the fields that its family needs.
+fn valid(model_type: &str) -> Value {
+    let own = match model_type {
+        "deepseek_v2" => json!({
+            "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+            "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+        }),
+        "bamba" => json!({
+            "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+            "mamba_chunk_size": 8, "mamba_d_head": "auto", "attn_layer_indices": [2],
+        }),
+        "qwen3_next" => json!({
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 12,
+            "linear_conv_kernel_dim": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 32,
+        }),
+        "gemma3_text" => json!({"sliding_window": 8, "query_pre_attn_scalar": 64}),
+        _ => json!({
+            "intermediate_size_mlp": 128, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": 32,
+        }),
+    };
+    let mut json = base(model_type);
+    for (field, value) in own.as_object().expect("fields") {
+        json[field] = value.clone();
+    }
+    json
 }
 
 fn windows(config: &ModelConfig) -> Vec<Option<usize>> {
@@ -28,12 +61,7 @@ fn windows(config: &ModelConfig) -> Vec<Option<usize>> {
 
 #[test]
 fn gemma3s_layers_and_rotations_are_read_in_every_spelling() {
-    let gemma = |more: &Value| {
-        let mut json = base("gemma3_text");
-        json["sliding_window"] = 8.into();
-        json["query_pre_attn_scalar"] = 64.into();
-        config(json, more)
-    };
+    let gemma = |more: &Value| config(valid("gemma3_text"), more);
     let by_default = gemma(&json!({}));
     let mut expected = vec![Some(8); 7];
     expected[5] = None;
@@ -73,14 +101,7 @@ fn gemma3s_layers_and_rotations_are_read_in_every_spelling() {
 
 #[test]
 fn llama4s_layers_follow_its_lists_or_its_intervals() {
-    let llama4 = |more: &Value| {
-        let mut json = base("llama4_text");
-        json["intermediate_size_mlp"] = 128.into();
-        json["num_local_experts"] = 4.into();
-        json["num_experts_per_tok"] = 1.into();
-        json["attention_chunk_size"] = 32.into();
-        config(json, more)
-    };
+    let llama4 = |more: &Value| config(valid("llama4_text"), more);
     let rotated = |config: &ModelConfig| -> Vec<bool> {
         config
             .traits
@@ -134,21 +155,7 @@ fn llama4s_layers_follow_its_lists_or_its_intervals() {
 
 #[test]
 fn hybrids_know_their_recurrent_layers_and_their_sizes() {
-    let mut json = base("bamba");
-    for (field, value) in [
-        ("n_heads", 8),
-        ("n_groups", 2),
-        ("d_state", 16),
-        ("d_conv", 4),
-        ("expand", 2),
-        ("chunk_size", 8),
-    ] {
-        json[format!("mamba_{field}")] = value.into();
-    }
-    let bamba = config(
-        json,
-        &json!({"mamba_d_head": "auto", "attn_layer_indices": [2]}),
-    );
+    let bamba = config(valid("bamba"), &json!({}));
     for (layer, mixer) in bamba.mixers.iter().enumerate() {
         match mixer {
             Mixer::Recurrent(MambaConfig::Mamba2(sizes)) => {
@@ -162,22 +169,8 @@ fn hybrids_know_their_recurrent_layers_and_their_sizes() {
     }
     assert_eq!((bamba.rope.dim, bamba.traits.conv_bias), (8, true));
 
-    let mut json = base("qwen3_next");
-    for (field, value) in [
-        ("linear_num_key_heads", 2),
-        ("linear_num_value_heads", 4),
-        ("linear_key_head_dim", 16),
-        ("linear_value_head_dim", 12),
-        ("linear_conv_kernel_dim", 4),
-        ("num_experts", 8),
-        ("num_experts_per_tok", 2),
-        ("moe_intermediate_size", 24),
-        ("shared_expert_intermediate_size", 32),
-    ] {
-        json[field] = value.into();
-    }
     let qwen = config(
-        json,
+        valid("qwen3_next"),
         &json!({"decoder_sparse_step": 2, "mlp_only_layers": [5]}),
     );
     let full: Vec<bool> = qwen
@@ -191,4 +184,376 @@ fn hybrids_know_their_recurrent_layers_and_their_sizes() {
         .collect();
     assert_eq!(experts, [false, true, false, true, false, false, false]);
     assert_eq!(qwen.rope.dim, 4);
+}
+
+#[test]
+fn a_chunk_that_holds_every_context_is_none() {
+    for (chunk, expected) in [(255, Some(255)), (256, None), (1 << 24, None)] {
+        let llama4 = config(
+            valid("llama4_text"),
+            &json!({"attention_chunk_size": chunk}),
+        );
+        let Mixer::Attention {
+            attention_chunk_size,
+            ..
+        } = llama4.mixer(0)
+        else {
+            panic!("attention everywhere");
+        };
+        assert_eq!(attention_chunk_size, expected, "{chunk}");
+    }
+}
+
+/// No number of a `config.json` leads to a panic, to a state or a width without bound, or to angles that are no numbers.
+#[test]
+fn bad_numbers_are_named_and_refused() {
+    const BIG: u64 = 1 << 20;
+    let families = [
+        "deepseek_v2",
+        "bamba",
+        "qwen3_next",
+        "gemma3_text",
+        "llama4_text",
+    ];
+    let refused = |model_type: &str, changes: &Value, expected: &str| {
+        let refusal = match read(valid(model_type), changes) {
+            Err(refusal) => refusal.to_string(),
+            Ok(_) => panic!("{model_type} with {changes} is accepted"),
+        };
+        assert!(
+            refusal.contains(expected),
+            "{model_type}, {changes}: {refusal}"
+        );
+        assert!(refusal.contains("; "), "no remedy in: {refusal}");
+    };
+    let sizes = |model_type: &str| -> Vec<String> {
+        let json = valid(model_type);
+        let sizes = json.as_object().expect("fields").iter();
+        sizes
+            .filter(|(name, value)| value.is_u64() && *name != "first_k_dense_replace")
+            .map(|(name, _)| name.clone())
+            .collect()
+    };
+    for model_type in families {
+        read(valid(model_type), &json!({})).unwrap_or_else(|e| panic!("{model_type}: {e}"));
+        for name in sizes(model_type) {
+            // Latent attention has neither.
+            if model_type == "deepseek_v2" && ["num_key_value_heads", "head_dim"].contains(&&*name)
+            {
+                continue;
+            }
+            for value in [
+                json!(0),
+                json!(-1),
+                json!(u64::MAX),
+                json!(1e30),
+                json!("1"),
+                json!([]),
+            ] {
+                // Scalars, not sizes: any positive number will do.
+                if name == "query_pre_attn_scalar"
+                    && value.as_f64().is_some_and(|value| value > 0.0)
+                {
+                    continue;
+                }
+                let expected = format!("{name} is ");
+                refused(model_type, &json!({ &name: value }), &expected);
+            }
+        }
+        for (changes, expected) in [
+            (
+                json!({"rms_norm_eps": 0}),
+                "rms_norm_eps is 0, not a positive number",
+            ),
+            (json!({"rms_norm_eps": 1e300}), "rms_norm_eps is inf"),
+            (json!({"rms_norm_eps": null}), "rms_norm_eps is missing"),
+            (json!({"rope_theta": 0}), "rope_theta is 0"),
+            (json!({"rope_theta": -1}), "rope_theta is -1"),
+            (
+                json!({"rope_parameters": {"rope_type": "default", "rope_theta": -2}}),
+                "the RoPE base is -2",
+            ),
+            (
+                json!({"rope_scaling": {"rope_type": "linear", "factor": 0}}),
+                "Linear { factor: 0.0 } is out of range",
+            ),
+            (
+                json!({"rope_scaling": {"rope_type": "linear", "factor": 1e-44}}),
+                "out of range",
+            ),
+            (
+                json!({"rope_scaling": {"rope_type": "linear", "factor": "8"}}),
+                "its RoPE scaling: ",
+            ),
+            (
+                json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0,
+                    "original_max_position_embeddings": 64}}),
+                "is out of range",
+            ),
+            (
+                json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
+                "original_max_position_embeddings is 0",
+            ),
+        ] {
+            refused(model_type, &changes, expected);
+        }
+    }
+    for (model_type, changes, expected) in [
+        (
+            "deepseek_v2",
+            json!({"num_attention_heads": BIG}),
+            "the values of all heads, 12582912 wide",
+        ),
+        (
+            "deepseek_v2",
+            json!({"num_attention_heads": 1024, "v_head_dim": 2048}),
+            "the values of all heads, 2097152 wide, above 1048576,",
+        ),
+        (
+            "deepseek_v2",
+            json!({"num_attention_heads": 1024, "kv_lora_rank": 1024}),
+            "the latent queries of all heads, 1056768 wide",
+        ),
+        (
+            "deepseek_v2",
+            json!({"n_shared_experts": 4096, "moe_intermediate_size": 512}),
+            "shared experts, 2097152 wide",
+        ),
+        (
+            "deepseek_v2",
+            json!({"num_experts_per_tok": 9}),
+            "num_experts_per_tok is 9, above 8",
+        ),
+        // Two groups have four experts.
+        (
+            "deepseek_v2",
+            json!({"num_experts_per_tok": 5}),
+            "5 of 8 experts in 2 of 4 groups cannot be chosen",
+        ),
+        (
+            "deepseek_v2",
+            json!({"n_group": 3}),
+            "3 of 8 experts in 2 of 3 groups",
+        ),
+        (
+            "deepseek_v2",
+            json!({"n_group": 16}),
+            "3 of 8 experts in 2 of 16 groups",
+        ),
+        (
+            "deepseek_v2",
+            json!({"topk_group": 5}),
+            "3 of 8 experts in 5 of 4 groups",
+        ),
+        (
+            "deepseek_v2",
+            json!({"n_group": null}),
+            "n_group is missing",
+        ),
+        (
+            "deepseek_v2",
+            json!({"first_k_dense_replace": -1}),
+            "first_k_dense_replace is -1",
+        ),
+        (
+            "deepseek_v2",
+            json!({"qk_rope_head_dim": 7}),
+            "7 rotated dimensions",
+        ),
+        (
+            "deepseek_v2",
+            json!({"routed_scaling_factor": 0}),
+            "routed_scaling_factor is 0",
+        ),
+        (
+            "deepseek_v2",
+            json!({"routed_scaling_factor": 1e39}),
+            "routed_scaling_factor is inf",
+        ),
+        (
+            "bamba",
+            json!({"num_attention_heads": 5}),
+            "5 query heads are not a multiple of 2",
+        ),
+        ("bamba", json!({"mamba_n_heads": 7}), "7 Mamba heads of 18"),
+        (
+            "bamba",
+            json!({"mamba_n_heads": 256}),
+            "256 Mamba heads of 0",
+        ),
+        ("bamba", json!({"mamba_d_head": 15}), "8 Mamba heads of 15"),
+        (
+            "bamba",
+            json!({"mamba_n_groups": 3}),
+            "not a multiple of 3 groups",
+        ),
+        ("bamba", json!({"mamba_d_conv": 1}), "mamba_d_conv is 1"),
+        ("bamba", json!({"mamba_d_conv": 65}), "mamba_d_conv is 65"),
+        (
+            "bamba",
+            json!({"mamba_expand": BIG, "hidden_size": BIG}),
+            "a recurrence's inputs, 1099511627840 wide",
+        ),
+        (
+            "bamba",
+            json!({"hidden_size": 1, "mamba_expand": 1 << 19, "mamba_n_heads": 1, "mamba_n_groups": 1, "mamba_d_state": 1 << 18,
+                "head_dim": 16}),
+            "a recurrent state of [1, 524288, 262144], 137438953472 elements, above 16777216,",
+        ),
+        (
+            "bamba",
+            json!({"mamba_d_state": 1 << 18, "mamba_n_groups": 1, "mamba_d_conv": 64}),
+            "a recurrent state of [524416, 63]",
+        ),
+        (
+            "bamba",
+            json!({"attn_layer_indices": [-1]}),
+            "attn_layer_indices is [-1]",
+        ),
+        (
+            "bamba",
+            json!({"partial_rotary_factor": 1e-9}),
+            "0 rotated dimensions",
+        ),
+        (
+            "bamba",
+            json!({"partial_rotary_factor": 1.01}),
+            "partial_rotary_factor is 1.01",
+        ),
+        (
+            "qwen3_next",
+            json!({"partial_rotary_factor": -0.5}),
+            "partial_rotary_factor is -0.5",
+        ),
+        (
+            "qwen3_next",
+            json!({"head_dim": 20}),
+            "5 rotated dimensions of a head of 20",
+        ),
+        (
+            "qwen3_next",
+            json!({"num_key_value_heads": 3}),
+            "4 query heads are not a multiple of 3",
+        ),
+        (
+            "qwen3_next",
+            json!({"head_dim": BIG}),
+            "4 heads of size 1048576 are too wide",
+        ),
+        (
+            "qwen3_next",
+            json!({"linear_num_value_heads": 3}),
+            "linear_num_value_heads is 3, not a multiple of linear_num_key_heads, 2",
+        ),
+        (
+            "qwen3_next",
+            json!({"linear_num_value_heads": BIG}),
+            "a recurrence's inputs, 12582976 wide",
+        ),
+        (
+            "qwen3_next",
+            json!({"linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 1 << 18,
+                "linear_value_head_dim": 1 << 18}),
+            "a recurrent state of [1, 262144, 262144], 68719476736 elements",
+        ),
+        (
+            "qwen3_next",
+            json!({"linear_conv_kernel_dim": 1}),
+            "linear_conv_kernel_dim is 1",
+        ),
+        (
+            "qwen3_next",
+            json!({"num_experts_per_tok": 9}),
+            "above 8 experts",
+        ),
+        (
+            "qwen3_next",
+            json!({"decoder_sparse_step": 0}),
+            "decoder_sparse_step is 0",
+        ),
+        (
+            "qwen3_next",
+            json!({"full_attention_interval": 0}),
+            "full_attention_interval is 0",
+        ),
+        (
+            "qwen3_next",
+            json!({"mlp_only_layers": [0.5]}),
+            "mlp_only_layers is [0.5]",
+        ),
+        (
+            "gemma3_text",
+            json!({"sliding_window_pattern": 0}),
+            "sliding_window_pattern is 0",
+        ),
+        (
+            "gemma3_text",
+            json!({"query_pre_attn_scalar": 1e-60}),
+            "query_pre_attn_scalar is 0",
+        ),
+        (
+            "gemma3_text",
+            json!({"rope_local_base_freq": -1}),
+            "rope_local_base_freq is -1",
+        ),
+        (
+            "gemma3_text",
+            json!({"rope_local_base_freq": 1e-44}),
+            "in the layers with a window, the RoPE base 0.000",
+        ),
+        (
+            "gemma3_text",
+            json!({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": -1}}}),
+            "in the layers with a window, the RoPE base is -1",
+        ),
+        (
+            "gemma3_text",
+            json!({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "linear", "factor": 0, "rope_theta": 1e4}}}),
+            "in the layers with a window, the RoPE base 10000 with the scaling Linear { factor: 0.0 } is out of range",
+        ),
+        (
+            "llama4_text",
+            json!({"no_rope_layer_interval": 0}),
+            "no_rope_layer_interval is 0",
+        ),
+        (
+            "llama4_text",
+            json!({"interleave_moe_layer_step": 0}),
+            "interleave_moe_layer_step is 0",
+        ),
+        (
+            "llama4_text",
+            json!({"num_experts_per_tok": 5}),
+            "above 4 experts",
+        ),
+        (
+            "llama4_text",
+            json!({"floor_scale": -8}),
+            "floor_scale is -8",
+        ),
+        (
+            "llama4_text",
+            json!({"attn_scale": 1e39}),
+            "attn_scale is inf",
+        ),
+        (
+            "llama4_text",
+            json!({"head_dim": 7}),
+            "7 rotated dimensions",
+        ),
+        (
+            "llama4_text",
+            json!({"no_rope_layers": [1, 1, 1, 1, 1, 1, -1]}),
+            "no_rope_layers with -1 at layer 6",
+        ),
+        (
+            "llama4_text",
+            json!({"moe_layers": "all"}),
+            "moe_layers is \"all\"",
+        ),
+    ] {
+        refused(model_type, &changes, expected);
+    }
 }

@@ -82,7 +82,7 @@ impl Rope {
 }
 
 /// `theta^(−2i/dim)`, scaled.
-fn frequencies(config: &RopeConfig) -> Vec<f32> {
+pub(super) fn frequencies(config: &RopeConfig) -> Vec<f32> {
     (0..config.dim / 2)
         .map(|i| {
             let frequency = 1.0 / config.theta.powf(2.0 * i as f32 / config.dim as f32);
