@@ -204,15 +204,18 @@ pub fn instruction_set() -> &'static str {
 
 /// Work whose loops gain from the machine's instruction set: `run` is compiled for each, with all that is inlined into it.
 pub(super) trait Work {
-    /// `FMA`: multiply and add are fused. To be `#[inline(always)]`.
-    fn run<const FMA: bool>(self);
+    /// `S`: sixteen lanes. `FMA`: multiply and add are fused. To be `#[inline(always)]`.
+    fn run<S: Simd, const FMA: bool>(self);
 }
 
 /// Runs `work` on the best instruction set that the machine has.
 pub(super) fn on_best<W: Work>(work: W) {
     match detect() {
-        // AArch64 always fuses; elsewhere the portable build may not.
-        InstructionSet::Portable => work.run::<{ cfg!(target_arch = "aarch64") }>(),
+        InstructionSet::Portable => {
+            // AArch64 always fuses; elsewhere the portable build may not.
+            const FMA: bool = cfg!(target_arch = "aarch64");
+            work.run::<simd::Portable<FMA>, FMA>();
+        }
         #[cfg(target_arch = "x86_64")]
         InstructionSet::Avx2 => {
             // SAFETY: `detect` found avx2 and fma on this processor.
@@ -229,13 +232,13 @@ pub(super) fn on_best<W: Work>(work: W) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 fn on_avx2<W: Work>(work: W) {
-    work.run::<true>();
+    work.run::<simd::Avx2, true>();
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
 fn on_avx512<W: Work>(work: W) {
-    work.run::<true>();
+    work.run::<simd::Avx512, true>();
 }
 
 /// Attention of packed query rows `packed` of the task's request: normalised output f32 [rows, value_size], zeros for a row

@@ -3,9 +3,7 @@
 //! An element of a result is one sum in one order, whatever other rows are computed with it: sixteen lanes over the products
 //! where weights lie along them, parts of sixteen products elsewhere.
 
-#[cfg(target_arch = "x86_64")]
-use super::simd::{Avx2, Avx512};
-use super::{InstructionSet, LANES, Simd, detect, simd::Portable};
+use super::{LANES, Simd, Work, on_best};
 
 /// Products that are summed before they join the total.
 const PART: usize = 16;
@@ -22,61 +20,38 @@ pub(in crate::cpu) struct Projection<'a> {
     pub outputs: usize,
 }
 
-/// out[row][o] = Σ_i x[row][i] · weights[o][i]. `out`: f32 [rows, out_stride], of which the first `outputs` are written.
-pub(in crate::cpu) fn project(
-    of: &Projection<'_>,
-    rows: usize,
-    out: &mut [f32],
-    out_stride: usize,
-) {
-    run::<false>(of, rows, out, out_stride);
+/// out[row][o] = Σ_i x[row][i] · weights[o][i]. `out`: f32 [rows, stride], of which the first `outputs` are written.
+pub(in crate::cpu) fn project(of: &Projection<'_>, rows: usize, out: &mut [f32], stride: usize) {
+    on_best(Product::<false> {
+        of,
+        rows,
+        out,
+        stride,
+    });
 }
 
 /// out[row][o] = Σ_i x[row][i] · weights[i][o].
-pub(in crate::cpu) fn combine(
-    of: &Projection<'_>,
+pub(in crate::cpu) fn combine(of: &Projection<'_>, rows: usize, out: &mut [f32], stride: usize) {
+    on_best(Product::<true> {
+        of,
+        rows,
+        out,
+        stride,
+    });
+}
+
+struct Product<'a, const COMBINE: bool> {
+    of: &'a Projection<'a>,
     rows: usize,
-    out: &mut [f32],
-    out_stride: usize,
-) {
-    run::<true>(of, rows, out, out_stride);
-}
-
-fn run<const COMBINE: bool>(of: &Projection<'_>, rows: usize, out: &mut [f32], stride: usize) {
-    match detect() {
-        InstructionSet::Portable => {
-            // AArch64 always fuses; elsewhere the portable build may not.
-            const FMA: bool = cfg!(target_arch = "aarch64");
-            tiles::<Portable<FMA>, COMBINE>(of, rows, out, stride);
-        }
-        #[cfg(target_arch = "x86_64")]
-        InstructionSet::Avx2 => {
-            // SAFETY: `detect` found avx2 and fma on this processor.
-            unsafe { run_avx2::<COMBINE>(of, rows, out, stride) }
-        }
-        #[cfg(target_arch = "x86_64")]
-        InstructionSet::Avx512 => {
-            // SAFETY: `detect` found avx2, fma and avx512{f,bw,dq,vl} on this processor.
-            unsafe { run_avx512::<COMBINE>(of, rows, out, stride) }
-        }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-fn run_avx2<const COMBINE: bool>(of: &Projection<'_>, rows: usize, out: &mut [f32], stride: usize) {
-    tiles::<Avx2, COMBINE>(of, rows, out, stride);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
-fn run_avx512<const COMBINE: bool>(
-    of: &Projection<'_>,
-    rows: usize,
-    out: &mut [f32],
+    out: &'a mut [f32],
     stride: usize,
-) {
-    tiles::<Avx512, COMBINE>(of, rows, out, stride);
+}
+
+impl<const COMBINE: bool> Work for Product<'_, COMBINE> {
+    #[inline(always)]
+    fn run<S: Simd, const FMA: bool>(self) {
+        tiles::<S, COMBINE>(self.of, self.rows, self.out, self.stride);
+    }
 }
 
 #[inline(always)]
@@ -211,15 +186,24 @@ fn columns<S: Simd, const R: usize>(
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::simd::Portable, Projection, combine, project, tiles};
+
+    type Run = fn(&Projection<'_>, usize, &mut [f32], usize);
+
+    /// In [−1, 1) with all the bits that f32 has, so that a sum shows its order.
+    fn value(at: usize) -> f32 {
+        let mixed = (at as u32 + 1).wrapping_mul(0x9e37_79b9);
+        let mixed = (mixed ^ (mixed >> 15)).wrapping_mul(0x85eb_ca6b);
+        (mixed >> 8) as f32 / (1 << 23) as f32 - 1.0
+    }
 
     #[test]
     fn products_are_right_and_do_not_depend_on_their_neighbours() {
-        let value = |at: usize| ((at * 37 + 11) % 64) as f32 / 32.0 - 1.0;
+        let mut order_shows = 0;
         for (rows, inputs, outputs) in [(1, 1, 1), (5, 20, 7), (9, 33, 16), (4, 48, 35)] {
             let (x_stride, stride) = (inputs + 3, outputs + 2);
             let x: Vec<f32> = (0..rows * x_stride).map(value).collect();
-            let weights: Vec<f32> = (0..inputs * outputs).map(|at| value(at + 5)).collect();
+            let weights: Vec<f32> = (0..inputs * outputs).map(|at| value(at + 7_000)).collect();
             let of = Projection {
                 x: &x,
                 x_stride,
@@ -227,7 +211,6 @@ mod tests {
                 weights: &weights,
                 outputs,
             };
-            type Run = fn(&Projection<'_>, usize, &mut [f32], usize);
             let all: [(Run, bool); 4] = [
                 (project, false),
                 (combine, true),
@@ -238,31 +221,54 @@ mod tests {
                 let mut out = vec![f32::NAN; rows * stride];
                 run(&of, rows, &mut out, stride);
                 for row in 0..rows {
-                    for output in 0..outputs {
-                        // Multiples of 2^-10 below 2^10: every sum is exact.
-                        let wanted: f32 = (0..inputs)
-                            .map(|input| {
-                                let at = match across {
-                                    true => input * outputs + output,
-                                    false => output * inputs + input,
-                                };
-                                x[row * x_stride + input] * weights[at]
-                            })
+                    let out = &out[row * stride..(row + 1) * stride];
+                    for (output, &found) in out[..outputs].iter().enumerate() {
+                        let products = (0..inputs).map(|input| {
+                            let at = match across {
+                                true => input * outputs + output,
+                                false => output * inputs + input,
+                            };
+                            (x[row * x_stride + input], weights[at])
+                        });
+                        let exact: f64 = products
+                            .clone()
+                            .map(|(x, weight)| f64::from(x) * f64::from(weight))
                             .sum();
-                        assert_eq!(out[row * stride + output], wanted);
+                        assert!((f64::from(found) - exact).abs() < 2e-6, "{found} {exact}");
+                        let in_f32 = products.map(|(x, weight)| x * weight);
+                        let (forth, back): (f32, f32) = (in_f32.clone().sum(), in_f32.rev().sum());
+                        order_shows += usize::from(forth.to_bits() != back.to_bits());
                     }
-                    assert!(out[row * stride + outputs].is_nan());
-                    let mut alone = vec![f32::NAN; stride];
-                    let one = Projection {
+                    assert!(out[outputs..].iter().all(|x| x.is_nan()));
+                    // Without the other rows, and, of weights that lie along them, without the other outputs.
+                    let alone = Projection {
                         x: &x[row * x_stride..],
                         ..of
                     };
-                    run(&one, 1, &mut alone, stride);
-                    for (a, b) in alone.iter().zip(&out[row * stride..]) {
-                        assert_eq!(a.to_bits(), b.to_bits());
+                    let mut again = vec![f32::NAN; outputs];
+                    run(&alone, 1, &mut again, outputs);
+                    assert_eq!(bits(&again), bits(&out[..outputs]));
+                    if !across {
+                        for (output, weights) in weights.chunks(inputs).enumerate() {
+                            let one = Projection {
+                                weights,
+                                outputs: 1,
+                                ..alone
+                            };
+                            run(&one, 1, &mut again[output..=output], 1);
+                        }
+                        assert_eq!(bits(&again), bits(&out[..outputs]));
                     }
                 }
             }
         }
+        assert!(
+            order_shows > 500,
+            "{order_shows} of 1,276 sums show their order"
+        );
+    }
+
+    fn bits(values: &[f32]) -> Vec<u32> {
+        values.iter().map(|x| x.to_bits()).collect()
     }
 }

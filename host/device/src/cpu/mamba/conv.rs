@@ -7,7 +7,7 @@ use super::{
     numbers::{exp, fma},
     step::{From, Runs},
 };
-use crate::cpu::kernel::Work;
+use crate::cpu::kernel::{Simd, Work};
 
 /// One layer's.
 pub(super) struct Conv<'a> {
@@ -40,7 +40,7 @@ pub(super) struct Unit<'a> {
 
 impl Work for Unit<'_> {
     #[inline(always)]
-    fn run<const FMA: bool>(self) {
+    fn run<S: Simd, const FMA: bool>(self) {
         let Unit { conv, width, .. } = self;
         let size = (conv.kernel - 1) * width;
         self.buffer.clear();

@@ -10,7 +10,7 @@ use super::{
     recurrence::Recurrence,
     step::{Place, Runs},
 };
-use crate::cpu::kernel::Work;
+use crate::cpu::kernel::{Simd, Work};
 
 pub(super) struct Channels<'a> {
     pub config: &'a Mamba1Config,
@@ -42,7 +42,7 @@ pub(super) struct Projection<'a> {
 
 impl Work for Projection<'_> {
     #[inline(always)]
-    fn run<const FMA: bool>(self) {
+    fn run<S: Simd, const FMA: bool>(self) {
         let channels = self.config.intermediate_size;
         let outputs = projected_size(self.config);
         for place in &self.runs.places {

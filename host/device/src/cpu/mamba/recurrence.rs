@@ -1,7 +1,7 @@
 //! Runs a recurrence over prepared runs: states are read, carried in f64 and kept here. It must never know which recurrence.
 
 use super::step::{From, Place, Runs};
-use crate::cpu::kernel::{Work, on_best};
+use crate::cpu::kernel::{Simd, Work, on_best};
 
 /// One unit's recurrence.
 pub(super) trait Recurrence {
@@ -37,7 +37,7 @@ struct Unit<'a, R> {
 
 impl<R: Recurrence> Work for Unit<'_, R> {
     #[inline(always)]
-    fn run<const FMA: bool>(mut self) {
+    fn run<S: Simd, const FMA: bool>(mut self) {
         let Carried {
             runs,
             states,
