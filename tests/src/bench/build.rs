@@ -8,7 +8,7 @@ use timetable_reference::{component, native_twin};
 use timetable_sandbox::{WasmBuilder, measure::interleaved};
 use timetable_types::{
     BuilderConfig, CommonAttentionMetadata, KvCacheSpecKind, MambaCacheMode, MambaSpec, MambaType,
-    Metadata,
+    Metadata, flash_mla::DecodeSchedule,
 };
 
 use super::{
@@ -70,6 +70,13 @@ pub(super) fn measure() -> Vec<Row> {
         let common = mixed_step(256);
         rows.extend(run(name, "256 rows, mixed", &config, &common, Some(bar)));
     }
+    // Tiles of an fp8 cache, which another cache leaves to the kernel: for the multiprocessors of an H100.
+    let mut tiled = config(LONGEST);
+    latent("flash-mla", &mut tiled);
+    tiled.attention.kv_cache_dtype = "fp8".to_owned();
+    tiled.device.num_workers = 132;
+    let (name, case) = ("flash-mla", "256 rows, mixed, tiles of an fp8 cache");
+    rows.extend(run(name, case, &tiled, &mixed_step(256), Some(10.0)));
     for (mamba_type, bar) in STATEFUL {
         let case = format!("{mamba_type:?}, 256 rows, mixed");
         let config = stateful(mamba_type);
@@ -111,7 +118,12 @@ fn stateful(mamba_type: MambaType) -> BuilderConfig {
         mamba_type,
         cache_mode: MambaCacheMode::None,
         num_speculative_blocks: 0,
-        chunk_size: 256,
+        // The gated delta net's kernels have one size.
+        chunk_size: if mamba_type == MambaType::Gdn {
+            64
+        } else {
+            256
+        },
     });
     config
 }
@@ -174,10 +186,14 @@ fn shape(metadata: &Metadata) -> String {
                 .prefill
                 .as_ref()
                 .and_then(|prefill| prefill.chunked_context.as_ref());
-            format!(
-                "{} context chunks",
-                context.map_or(0, |context| context.chunks.len())
-            )
+            let chunks = context.map_or(0, |context| context.chunks.len());
+            let decode = metadata.decode.as_ref();
+            match decode.map(|decode| (&decode.schedule, decode.max_num_splits)) {
+                Some((DecodeSchedule::Tiles(_), splits)) => {
+                    format!("{splits} splits at most, {chunks} context chunks")
+                }
+                _ => format!("{chunks} context chunks"),
+            }
         }
         _ => String::new(),
     }
