@@ -91,7 +91,7 @@ impl EvenParts {
         }
         let parts = self.parts(decodes.max_query_len);
         let block_size = self.record.config().kv_cache_spec.block_size;
-        let tiles = tiles::even(decodes.seq_lens, block_size, parts);
+        let tiles = tiles::even(decodes.seq_lens, decodes.query_start_loc, block_size, parts);
         Choice {
             max_num_splits: tiles.max_num_splits,
             schedule: DecodeSchedule::Tiles(TileSchedule {

@@ -89,6 +89,33 @@ proptest! {
 }
 
 #[test]
+fn field_case_17_padded_rows_add_no_splits() {
+    let build = |rows: &[(u32, u32)]| {
+        let mut builder = EvenParts::create(fp8(3, 16)).expect("a builder");
+        let metadata = builder.build(&batch(rows), false).expect("metadata");
+        tiles(&metadata.decode.expect("decodes"))
+    };
+    let live = [(1, 64), (1, 700), (1, 64)];
+    let wanted = [
+        [0, 0, 1, 4, 0, 0, 0, 0],
+        [1, 4, 1, 11, 1, 0, 0, 0],
+        [2, 0, 2, 1, 0, 0, 0, 0],
+    ];
+    assert_eq!(build(&live), (wanted.to_vec(), vec![0, 1, 3, 4]));
+    // Whatever length the padding has, since no query is there to see a key.
+    for len in [0, 1] {
+        let padded = [&live[..], &[(0, len); 3]].concat();
+        let (parts, splits) = build(&padded);
+        assert_eq!(splits, [0, 1, 3, 4, 4, 4, 4]);
+        assert_eq!(parts, wanted);
+    }
+    // Parts without work stand behind the last row, padding included.
+    let (parts, splits) = build(&[(1, 64), (0, 0)]);
+    assert_eq!(splits, [0, 1, 1]);
+    assert_eq!(parts[1..], [[2, 0, 2, 0, 0, 0, 0, 0]; 2]);
+}
+
+#[test]
 fn a_schedule_is_made_where_the_host_knows_the_lengths() {
     let lazy = |config: BuilderConfig| {
         let decode = decode(config, &[100, 200], 1);

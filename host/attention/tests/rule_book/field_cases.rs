@@ -1,6 +1,13 @@
 //! Faults that users of attention backends reported, as named regressions: the whole kind, not only the one input. The number
 //! is the case's in the project's list of field cases.
 
+#[path = "../verifier/support.rs"]
+#[expect(
+    dead_code,
+    reason = "of a verifier's step only the configuration is wanted"
+)]
+mod verifier_support;
+
 use timetable_attention::PAD_SLOT_ID;
 use timetable_attention::batch::{
     self, CaptureBatchError, ContextParallel, GroupStep, PaddingValues, ReorderRequest, SlotRule,
@@ -13,7 +20,11 @@ use timetable_attention::types::batch::{
     BatchRows, DecodeRule, dcp_local_seq_lens_all_ranks, last_page_lens_into, paged_kv_indptr_into,
     split_decodes_and_prefills,
 };
-use timetable_attention::types::{CaptureShape, CudagraphMode, DcpInputs, LaunchPromise};
+use timetable_attention::types::flash_mla::{DecodeSchedule, TileSchedule};
+use timetable_attention::types::{
+    CaptureShape, CudagraphMode, DcpInputs, Family, LaunchPromise, Matrix, Metadata, Tensor,
+};
+use timetable_attention::{Grant, VerifyContext, plain_builder, verify};
 
 const P: i64 = PAD_SLOT_ID;
 
@@ -351,6 +362,55 @@ fn field_case_17_running_sums_repeat_the_last() {
     assert_eq!(
         batch::pad_query_start_loc(&[0, 1, 3, 4], 6),
         [0, 1, 3, 4, 4, 4, 4]
+    );
+    // Of MLA's tile schedule: 1, 11 and 1 pages in 3 parts. No other sums of the padded step are let through.
+    let mut config = verifier_support::fixed_config();
+    config.kv_cache_spec.block_size = 64;
+    let live = step(&[1, 1, 1], &[64, 700, 64], 11);
+    let padded = batch::pad_step(&live, 6, 6, PaddingValues::default()).expect("it fits");
+    let verdict = |num_splits: &[i32], rows: i32| {
+        let mut builder = plain_builder(Family::FlashMla, &config).expect("a plain builder");
+        let mut metadata = builder.build(&padded.cam, false).expect("metadata");
+        let Metadata::FlashMla(record) = &mut metadata else {
+            panic!("another family");
+        };
+        let decode = record.decode.as_mut().expect("decodes");
+        decode.max_num_splits = 2;
+        decode.schedule = DecodeSchedule::Tiles(TileSchedule {
+            tile_scheduler_metadata: Tensor::Matrix(Matrix {
+                rows: 4,
+                columns: 8,
+                values: [
+                    [0, 0, 1, 4, 0, 0, 0, 0],
+                    [1, 4, 1, 11, 1, 0, 0, 0],
+                    [2, 0, 2, 1, 0, 0, 0, 0],
+                    [rows, 0, rows, 0, 0, 0, 0, 0],
+                ]
+                .concat(),
+            }),
+            num_splits: Tensor::Values(num_splits.to_vec()),
+        });
+        let inputs = padded.tensors.inputs();
+        let ctx = VerifyContext {
+            config: &config,
+            common: &padded.cam,
+            inputs: &inputs,
+            promise: None,
+            grant: Grant::Exact,
+            num_blocks: 100,
+        };
+        verify(&metadata, &ctx).map_err(|refusal| refusal.to_string())
+    };
+    assert_eq!(verdict(&[0, 1, 3, 4, 4, 4, 4], 6), Ok(()));
+    let refused = verdict(&[0, 1, 3, 4, 5, 6, 7], 6).expect_err("padding has no splits");
+    assert!(
+        refused.ends_with("schedule.num_splits[4] is 5, must be 4"),
+        "{refused}"
+    );
+    let refused = verdict(&[0, 1, 3, 4, 4, 4, 4], 3).expect_err("padding has no parts");
+    assert!(
+        refused.ends_with("schedule.tile_scheduler_metadata[3] is 3, must be 6"),
+        "{refused}"
     );
 }
 

@@ -98,8 +98,10 @@ pub fn flash_mla(batch: &Batch, random: &mut Random) -> Metadata {
     };
     let page = config.kv_cache_spec.block_size;
     let rows = record.num_decodes as usize;
-    let pages = |row: usize| (common.seq_lens_cpu_upper_bound[row].max(1) as u32).div_ceil(page);
-    let (mut parts, mut splits, mut from) = (Vec::new(), vec![0], [0, 0, 0]);
+    let pages = |row: usize| (common.seq_lens_cpu_upper_bound[row].max(0) as u32).div_ceil(page);
+    // A padded row has no keys, and is passed over.
+    let next = |row: usize| (row..rows).find(|&row| pages(row) > 0).unwrap_or(rows);
+    let (mut parts, mut splits, mut from) = (Vec::new(), vec![0], [next(0) as i32, 0, 0]);
     let mut most = 1;
     for row in 0..rows {
         let (mut page, mut split) = (0, 0);
@@ -108,16 +110,19 @@ pub fn flash_mla(batch: &Batch, random: &mut Random) -> Metadata {
             split += 1;
             let ends = page == pages(row);
             // Some parts go on with the next request.
-            if !ends || row + 1 == rows || random.chance(2) {
+            if !ends || next(row + 1) == rows || random.chance(2) {
                 parts.extend([from[0], from[1], row as i32, page as i32, from[2], 0, 0, 0]);
                 from = match ends {
-                    true => [row as i32 + 1, 0, 0],
+                    true => [next(row + 1) as i32, 0, 0],
                     false => [row as i32, page as i32, split],
                 };
             }
         }
         most = most.max(split as u32);
         splits.push(splits[row] + split);
+    }
+    if parts.is_empty() {
+        parts.extend([rows as i32, 0, rows as i32, 0, 0, 0, 0, 0]);
     }
     decode.max_num_splits = most;
     decode.schedule = DecodeSchedule::Tiles(TileSchedule {

@@ -20,7 +20,9 @@ use timetable_device::{
     },
     reference::latent,
 };
-use timetable_types::{BuilderConfig, DcpInputs, KvCacheSpecKind, Metadata, SchedulerConfig};
+use timetable_types::{
+    BuilderConfig, DcpInputs, KvCacheSpecKind, LaunchPromise, Metadata, SchedulerConfig,
+};
 
 #[path = "../support/builder_config.rs"]
 mod builder_config;
@@ -297,18 +299,11 @@ impl Batch {
 
     /// Some query tokens of one row, as a step of their own on one rank; its keys end with the last of them.
     pub fn part(&self, row: usize, tokens: Range<usize>) -> Batch {
-        assert_eq!(self.layout.world, 1);
-        let sizes = &self.layout.sizes;
         let (query, keys) = self.rows[row];
         let keys = keys - (query - tokens.end);
         let first = self.first_token(row);
         let own = first + tokens.start..first + tokens.end;
-        let of = |of: &[f32], width: usize| of[own.start * width..own.end * width].to_vec();
-        let Rank {
-            config,
-            step,
-            cache,
-        } = &self.ranks[0];
+        let step = &self.ranks[0].step;
         let step = GroupStep::new(
             StepTensors {
                 query_start_loc: vec![0, own.len() as i32],
@@ -324,9 +319,22 @@ impl Batch {
             own.len() as u32,
             keys as u32,
         );
+        self.cut(step, own)
+    }
+
+    /// `step`, whose tokens are `own` of this one's, over the same cache on one rank.
+    pub fn cut(&self, step: GroupStep, own: Range<usize>) -> Batch {
+        assert_eq!(self.layout.world, 1);
+        let sizes = &self.layout.sizes;
+        let of = |of: &[f32], width: usize| of[own.start * width..own.end * width].to_vec();
+        let Rank { config, cache, .. } = &self.ranks[0];
+        let queries = step.tensors.query_start_loc.windows(2);
+        let rows = queries.zip(&step.tensors.seq_lens);
         Batch {
             layout: self.layout,
-            rows: vec![(own.len(), keys)],
+            rows: rows
+                .map(|(pair, &keys)| ((pair[1] - pair[0]) as usize, keys as usize))
+                .collect(),
             num_tokens: own.len(),
             q: of(&self.q, sizes.num_heads * sizes.qk_head_dim()),
             kv_c: of(&self.kv_c, sizes.kv_lora_rank),
@@ -361,6 +369,11 @@ impl Batch {
 
     /// Is the metadata what the verifier lets through?
     pub fn verify(&self, rank: usize, metadata: &Metadata) {
+        self.verify_within(rank, metadata, None);
+    }
+
+    /// As `verify`, in a graph that was captured with `promise`.
+    pub fn verify_within(&self, rank: usize, metadata: &Metadata, promise: Option<&LaunchPromise>) {
         let Rank {
             config,
             step,
@@ -371,7 +384,7 @@ impl Batch {
             config,
             common: &step.cam,
             inputs: &inputs,
-            promise: None,
+            promise,
             grant: Grant::Exact,
             num_blocks: cache.num_blocks() as u32,
         };

@@ -1,18 +1,49 @@
 //! Cases from the field, as far as latent attention goes; numbers are those of the list of cases.
 
 use timetable_attention::batch::{ContextParallel, SlotRule};
-use timetable_device::cpu::mla::{LatentCache, LatentDtype, MlaAttentionImpl};
+use timetable_device::{
+    cpu::mla::{LatentCache, LatentDtype, MlaAttentionImpl},
+    reference::max_relative_error,
+};
 use timetable_reference::native_twin;
 use timetable_types::{
-    CaptureShape, CudagraphMode, Metadata, Tensor, batch::dcp_local_seq_lens_into,
+    BuilderConfig, CaptureShape, CudagraphMode, Metadata, Tensor, batch::dcp_local_seq_lens_into,
     flash_mla::DecodeSchedule,
 };
 
 use crate::{
     batch::{Batch, Layout, layout, sizes},
     metadata::{plain, record},
-    random::{Worst, bits, rng},
+    random::{BOUND, Worst, bits, rng},
 };
+
+/// The batch's, with a cache for which FLASHMLA makes a tile schedule.
+fn tiled(batch: &Batch) -> BuilderConfig {
+    let mut config = batch.ranks[0].config.clone();
+    config.attention.kv_cache_dtype = "fp8".to_owned();
+    config
+}
+
+/// As `tiled`, with graphs of `size` tokens.
+fn captured(batch: &Batch, size: u32) -> BuilderConfig {
+    let mut config = tiled(batch);
+    config.cudagraph.mode = CudagraphMode::Full;
+    config.cudagraph.capture_sizes = vec![size];
+    config.cudagraph.max_capture_size = size;
+    config
+}
+
+/// The running sum of a tile schedule's splits.
+fn split_sums(metadata: &Metadata) -> &[i32] {
+    let decode = record(metadata).decode.as_ref().expect("decodes");
+    match &decode.schedule {
+        DecodeSchedule::Tiles(tiles) => match &tiles.num_splits {
+            Tensor::Values(sums) => sums,
+            other => panic!("{other:?}"),
+        },
+        other => panic!("{other:?}"),
+    }
+}
 
 /// 10: lengths on each rank; what they hold, merged, is the whole; a rank with nothing gives zeros and −∞.
 #[test]
@@ -118,6 +149,95 @@ fn case_11_latents_go_to_the_rank_s_own_slots() {
     }
 }
 
+/// 17: padded rows add nothing to the running sum of splits; they are zeros.
+#[test]
+fn case_17_padded_rows_have_no_splits() {
+    let layout = layout(sizes(2, 256, 16, 64, 24), 64);
+    let rows = [(1, 64), (1, 700), (1, 64)];
+    let batch = Batch::new(&mut rng(33_000), layout, &rows, (3, 3));
+    let mut config = tiled(&batch);
+    config.device.num_workers = 3;
+    let mut builder = native_twin("flash-mla", &config).expect("a builder");
+    let cam = &batch.ranks[0].step.cam;
+    let metadata = builder.build(cam, false).expect("metadata");
+    assert_eq!(split_sums(&metadata), [0, 1, 3, 4, 4, 4, 4]);
+    assert_eq!(batch.prepare(0, &metadata).num_work_items(), 4);
+    let ran = Worst::default().check(&batch, std::slice::from_ref(&metadata), "padded");
+    assert!(ran.output[3 * 2 * 24..].iter().all(|&x| x == 0.0));
+    assert!(ran.lse[3 * 2..].iter().all(|&x| x == f32::NEG_INFINITY));
+}
+
+/// 18: a builder that promised at capture keeps to it at 1 key and at 100,000, and what comes of its splits is what comes of none.
+#[test]
+fn case_18_one_promise_at_1_key_and_at_100_000() {
+    let layout = layout(sizes(1, 256, 8, 64, 8), 64);
+    let [one, many] = [1, 100_000].map(|keys| {
+        let mut batch = Batch::new(&mut rng(34_000), layout, &[(1, keys)], (0, 0));
+        batch.ranks[0].config.scheduler.max_model_len = 131_072;
+        batch
+    });
+    let shape = CaptureShape {
+        num_tokens: 1,
+        num_reqs: 1,
+        max_query_len: 1,
+        uniform_query_len: Some(1),
+    };
+    let eager = many.run(&plain(&many)).output;
+    let eager: Vec<f64> = eager.iter().map(|&x| f64::from(x)).collect();
+    for name in ["flash-mla", "flash-attn-mla"] {
+        let mut builder = native_twin(name, &captured(&one, 1)).expect("a builder");
+        let promise = builder.launch_promise(&shape).expect("a promise");
+        let cam = &one.ranks[0].step.cam;
+        let capture = builder.build_for_cudagraph_capture(cam).expect("metadata");
+        one.verify_within(0, &capture, Some(&promise));
+        Worst::default().check(&one, std::slice::from_ref(&capture), name);
+        let cam = &many.ranks[0].step.cam;
+        let replay = builder.build(cam, false).expect("metadata");
+        many.verify_within(0, &replay, Some(&promise));
+        let splits = many.prepare(0, &replay).max_splits();
+        assert!(
+            splits > 1 && splits <= promise.max_num_splits as usize,
+            "{name}: {splits} of {}",
+            promise.max_num_splits
+        );
+        let ran = Worst::default().check(&many, std::slice::from_ref(&replay), name);
+        let error = max_relative_error(&ran.output, &eager, layout.sizes.v_head_dim);
+        assert!(error <= BOUND, "{name}: {error:e} beside eager");
+    }
+}
+
+/// 23: pages are split by the host's bounds; where drafts were rejected the device's lengths are below them, and a split behind
+/// them adds nothing.
+#[test]
+fn case_23_lengths_below_their_bounds() {
+    let mut layout = layout(sizes(2, 256, 16, 64, 24), 64);
+    layout.drafts = 3;
+    for (rows, bounds) in [
+        (&[(4, 64)][..], &[65][..]),
+        (&[(4, 64), (4, 640), (4, 126)], &[67, 643, 129]),
+    ] {
+        let mut batch = Batch::new(&mut rng(35_000), layout, rows, (1, 2));
+        let cam = &mut batch.ranks[0].step.cam;
+        cam.seq_lens_cpu_upper_bound[..rows.len()].copy_from_slice(bounds);
+        cam.max_seq_len = bounds.iter().copied().max().expect("rows") as u32;
+        for workers in [1, 3, 7] {
+            let mut config = tiled(&batch);
+            config.device.num_workers = workers;
+            for name in ["flash-mla", "flash-attn-mla", "triton-mla"] {
+                let mut builder = native_twin(name, &config).expect("a builder");
+                let cam = &batch.ranks[0].step.cam;
+                let metadata = builder.build(cam, false).expect("metadata");
+                let what = format!("{name}, {workers} parts, {rows:?} below {bounds:?}");
+                Worst::default().check(&batch, std::slice::from_ref(&metadata), &what);
+                if (name, workers, rows.len()) == ("flash-mla", 7, 1) {
+                    assert_eq!(split_sums(&metadata), [0, 2, 2]);
+                    assert_eq!(batch.prepare(0, &metadata).max_splits(), 1);
+                }
+            }
+        }
+    }
+}
+
 /// 22: rows of length 0 give zeros and −∞, no work is scheduled for them, and the live rows do not change in a bit.
 #[test]
 fn case_22_rows_of_length_0() {
@@ -125,10 +245,7 @@ fn case_22_rows_of_length_0() {
     let rows = [(1, 700), (1, 64), (1, 65)];
     for name in ["flash-mla", "flash-attn-mla", "triton-mla"] {
         let build = |batch: &Batch| {
-            let mut config = batch.ranks[0].config.clone();
-            // A cache for which FLASHMLA makes a tile schedule.
-            config.attention.kv_cache_dtype = "fp8".to_owned();
-            let mut builder = native_twin(name, &config).expect("a builder");
+            let mut builder = native_twin(name, &tiled(batch)).expect("a builder");
             builder
                 .build(&batch.ranks[0].step.cam, false)
                 .expect("metadata")
@@ -178,12 +295,7 @@ fn case_24_one_split_count() {
         uniform_query_len: Some(1),
     };
     for name in ["flash-attn-mla", "flash-mla"] {
-        let mut config = batch.ranks[0].config.clone();
-        config.attention.kv_cache_dtype = "fp8".to_owned();
-        config.cudagraph.mode = CudagraphMode::Full;
-        config.cudagraph.capture_sizes = vec![2];
-        config.cudagraph.max_capture_size = 2;
-        let mut builder = native_twin(name, &config).expect("a builder");
+        let mut builder = native_twin(name, &captured(&batch, 2)).expect("a builder");
         let promised = builder
             .launch_promise(&shape)
             .expect("a promise")
@@ -195,13 +307,11 @@ fn case_24_one_split_count() {
         let decode = record(&metadata).decode.as_ref().expect("decodes");
         let scheduled = match &decode.schedule {
             DecodeSchedule::FlashAttn(call) => call.num_splits,
-            DecodeSchedule::Tiles(tiles) => match &tiles.num_splits {
-                Tensor::Values(sums) => {
-                    let counts = sums.windows(2).map(|pair| pair[1] - pair[0]);
-                    counts.max().expect("decodes") as u32
-                }
-                other => panic!("{other:?}"),
-            },
+            DecodeSchedule::Tiles(_) => {
+                let sums = split_sums(&metadata).windows(2);
+                let counts = sums.map(|pair| pair[1] - pair[0]);
+                counts.max().expect("decodes") as u32
+            }
             DecodeSchedule::Lazy => panic!("no schedule"),
         };
         assert_eq!(scheduled, decode.max_num_splits, "{name}");

@@ -7,3 +7,4 @@ mod layer;
 mod metadata;
 mod random;
 mod ranks;
+mod ubatch;

@@ -172,14 +172,12 @@ fn decode(
     }
 }
 
-/// Pages dealt out to parts at random, in order.
+/// Pages dealt out to parts at random, in order; a padded row has none.
 fn tiles(rng: &mut Pcg64Mcg, batch: &Batch, rows: usize) -> (DecodeSchedule, u32) {
     let lens = &batch.ranks[0].step.tensors.seq_lens[..rows];
     let size = batch.layout.block_size as i32;
-    let pages: Vec<i32> = lens
-        .iter()
-        .map(|len| (len.max(&1) + size - 1) / size)
-        .collect();
+    let pages: Vec<i32> = lens.iter().map(|len| (len + size - 1) / size).collect();
+    let next = |row: usize| (row..rows).find(|&row| pages[row] > 0).unwrap_or(rows);
     let total: i32 = pages.iter().sum();
     let parts = rng.random_range(1..=7);
     let mut cuts: Vec<i32> = (1..parts).map(|_| rng.random_range(0..=total)).collect();
@@ -187,7 +185,7 @@ fn tiles(rng: &mut Pcg64Mcg, batch: &Batch, rows: usize) -> (DecodeSchedule, u32
     cuts.sort_unstable();
     let mut table = Vec::new();
     let mut counts = vec![0; rows];
-    let (mut row, mut page, mut done) = (0, 0, 0);
+    let (mut row, mut page, mut done) = (next(0), 0, 0);
     for cut in cuts {
         let split = if page > 0 { counts[row] } else { 0 };
         table.extend([row as i32, page, row as i32, page, split, 0, 0, 0]);
@@ -199,7 +197,7 @@ fn tiles(rng: &mut Pcg64Mcg, batch: &Batch, rows: usize) -> (DecodeSchedule, u32
             done += taken;
             table[at + 2..at + 4].copy_from_slice(&[row as i32, page]);
             if page == pages[row] {
-                (row, page) = (row + 1, 0);
+                (row, page) = (next(row + 1), 0);
             }
         }
     }

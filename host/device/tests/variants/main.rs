@@ -8,6 +8,7 @@ mod support;
 mod causal;
 mod dcp;
 mod fast_prefill;
+mod graphs;
 mod local;
 mod padding;
 mod scenario;

@@ -1,4 +1,4 @@
-//! The tile schedule: every page of every decode in one part, parts in order, splits counted.
+//! The tile schedule: every page of every decode in one part, parts in order, splits counted; padded rows have none.
 
 use timetable_types::{Tensor, flash_mla::TileSchedule};
 
@@ -37,11 +37,35 @@ pub(super) fn verify(
     length(SPLITS, splits.len(), rows + 1)?;
     equal(SPLITS, splits[0], 0)?;
     let page = ctx.config.kv_cache_spec.block_size.max(1);
-    let lens = ctx.lens();
-    // A request without keys has one page all the same, which is empty.
-    let pages = |row: usize| i64::from((lens[row].max(1) as u32).div_ceil(page));
+    let (lens, starts) = (ctx.lens(), ctx.inputs.query_start_loc);
+    // A padded row, one without queries or keys, has none.
+    let pages = |row: usize| match starts[row + 1] > starts[row] {
+        true => i64::from((lens[row].max(0) as u32).div_ceil(page)),
+        false => 0,
+    };
+    let counted = |row: usize, count: i64| {
+        let (found, wanted) = (splits[row + 1], i64::from(splits[row]) + count);
+        match i64::from(found) == wanted {
+            true => Ok(()),
+            false => Err(Refusal::at(
+                SPLITS,
+                row + 1,
+                found.into(),
+                Rule::Equal,
+                wanted,
+            )),
+        }
+    };
+    // From `row` on, the first that is no padding: what is passed over adds nothing to the sum.
+    let pass_padding = |mut row: usize| {
+        while row < rows && pages(row) == 0 {
+            counted(row, 0)?;
+            row += 1;
+        }
+        Ok(row)
+    };
     // Where the next part begins: request, page, and which split of the request that is.
-    let (mut row, mut from, mut split) = (0_usize, 0_i64, 0_i64);
+    let (mut row, mut from, mut split) = (pass_padding(0)?, 0_i64, 0_i64);
     let mut most = 0;
     for (index, part) in parts.values.chunks_exact(COLUMNS).enumerate() {
         let wrong = |value: i32, wanted: i64| {
@@ -91,21 +115,16 @@ pub(super) fn verify(
         // Requests that end in this part have all their splits now.
         let done = if end == pages(last) { last + 1 } else { last };
         for ended in row..done {
-            let count = if ended == row { split + 1 } else { 1 };
-            let wanted = i64::from(splits[ended]) + count;
-            if i64::from(splits[ended + 1]) != wanted {
-                return Err(Refusal::at(
-                    SPLITS,
-                    ended + 1,
-                    splits[ended + 1].into(),
-                    Rule::Equal,
-                    wanted,
-                ));
-            }
+            let count = match pages(ended) {
+                0 => 0,
+                _ if ended == row => split + 1,
+                _ => 1,
+            };
+            counted(ended, count)?;
             most = most.max(count);
         }
         (row, from, split) = match done > last {
-            true => (done, 0, 0),
+            true => (pass_padding(done)?, 0, 0),
             false if last == row => (last, end, split + 1),
             false => (last, end, 1),
         };

@@ -331,19 +331,21 @@ fn tile_schedule(
     let to = &mut step.decode;
     for row in 0..rows {
         let kv_len = length("seq_lens", row, lens[row])?;
-        let pages = kv_len.div_ceil(block_size).max(1);
         let splits = sums[row + 1].wrapping_sub(sums[row]);
-        // At most one for each page: a builder's number must not make the host allocate more.
-        if splits < 0 || splits as u32 > pages {
+        // A builder splits pages of a bound of the length; where the length is less, the last splits are empty.
+        let columns = inputs.block_table.width;
+        if splits < 0 || splits as usize > columns {
             return Err(inconsistent(
                 "num_splits",
-                format!("{splits} of row {row}, which has {pages} pages"),
+                format!("{splits} of row {row}, which has {columns} columns of pages"),
             ));
         }
+        // At most one for each page has keys: a builder's number must not make the host allocate more.
+        let slots = kv_len.div_ceil(block_size).min(splits as u32);
         let page = append_pages_of(to, first_row + row, kv_len, inputs)?;
         let query = (step.starts[row], step.starts[row + 1]);
         let max = decode.max_query_len;
-        append_decode(to, query, max, kv_len, page, splits as u32)?;
+        append_decode(to, query, max, kv_len, page, slots)?;
     }
     for part in parts.values.chunks_exact(COLUMNS) {
         let [first, from, last, until, split] = *part.first_chunk().expect("eight columns");
@@ -360,7 +362,7 @@ fn tile_schedule(
                 k0.saturating_mul(block_size).min(of.kv_len),
                 k1.saturating_mul(block_size).min(of.kv_len),
             );
-            // A request without keys has an empty page: no work.
+            // Beyond the keys there is no work.
             if k0 >= k1 {
                 continue;
             }

@@ -108,9 +108,12 @@ fn random_tiles(case: &Case, record: &mut Record, random: &mut Random) {
     let size = case.config.kv_cache_spec.block_size as i32;
     let lens = &case.step.tensors.seq_lens[..record.num_decodes as usize];
     let (mut parts, mut splits) = (Vec::new(), vec![0]);
-    let mut part = [0; 5];
+    let rows = lens.len();
+    // A padded row has no keys, and is passed over.
+    let next = |row: usize| (row..rows).find(|&row| lens[row] > 0).unwrap_or(rows);
+    let mut part = [next(0) as i32, 0, 0, 0, 0];
     for (row, len) in lens.iter().enumerate() {
-        let pages = (len.max(&1) + size - 1) / size;
+        let pages = (len + size - 1) / size;
         let (mut page, mut split) = (0, 0);
         while page < pages {
             page += 1 + random.below((pages - page) as usize) as i32;
@@ -118,15 +121,18 @@ fn random_tiles(case: &Case, record: &mut Record, random: &mut Random) {
             // A part ends within a request, or after some of them.
             let is_done = page == pages;
             split += 1;
-            if !is_done || row + 1 == lens.len() || random.chance(2) {
+            if !is_done || next(row + 1) == rows || random.chance(2) {
                 parts.push(part);
                 part = match is_done {
-                    true => [row as i32 + 1, 0, 0, 0, 0],
+                    true => [next(row + 1) as i32, 0, 0, 0, 0],
                     false => [row as i32, page, 0, 0, split],
                 };
             }
         }
         splits.push(splits[row] + split);
+    }
+    if parts.is_empty() {
+        parts.push([rows as i32, 0, rows as i32, 0, 0]);
     }
     let most = splits.windows(2).map(|pair| pair[1] - pair[0]).max();
     tiles(record, &parts, splits, most.unwrap_or(0) as u32);

@@ -53,7 +53,7 @@ impl Reader<'_> {
             return Err("queries of others".to_owned());
         }
         if let DecodeSchedule::Tiles(tiles) = &decode.schedule {
-            self.tiles(tiles, &lens, decode.max_num_splits)?;
+            self.tiles(tiles, &lens, starts, decode.max_num_splits)?;
         }
         let whole = match &decode.dcp_tot_seq_lens {
             Some(tensor) => self.vector(tensor)?,
@@ -84,8 +84,14 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Every page of every row once, and partial results counted.
-    fn tiles(&self, tiles: &TileSchedule, lens: &[i32], most: u32) -> Result<(), String> {
+    /// Every page of every row once, and partial results counted; a row without queries has no pages.
+    fn tiles(
+        &self,
+        tiles: &TileSchedule,
+        lens: &[i32],
+        starts: &[i32],
+        most: u32,
+    ) -> Result<(), String> {
         let (Tensor::Matrix(parts), Tensor::Values(splits)) =
             (&tiles.tile_scheduler_metadata, &tiles.num_splits)
         else {
@@ -94,7 +100,11 @@ impl Reader<'_> {
         let size = self.case.config.kv_cache_spec.block_size as i32;
         let pages: Vec<i32> = lens
             .iter()
-            .map(|len| (len.max(&1) + size - 1) / size)
+            .zip(starts.windows(2))
+            .map(|(len, pair)| match pair[1] > pair[0] {
+                true => (len + size - 1) / size,
+                false => 0,
+            })
             .collect();
         let mut seen: Vec<Vec<u32>> = pages.iter().map(|&count| vec![0; count as usize]).collect();
         let mut counts = vec![0; lens.len()];
