@@ -1,5 +1,5 @@
-//! The project's own tasks: `cargo xtask demo | test | bench | guests | model | transformers | kernels |
-//! bundle`.
+//! The project's own tasks: `cargo xtask demo | test | bench | guests | model | tiny-models |
+//! transformers | kernels | bundle`.
 //!
 //! `demo` and `test` work from a fresh clone, alone: they add the wasm target, fetch the default model, build what is
 //! missing and then do their work. Everything here runs other programs; nothing of the product lives here.
@@ -37,6 +37,7 @@ Tasks:
   bundle [--out DIR]       A directory that runs on a GPU machine without a Rust toolchain: target/bundle, or DIR
                            (--target-cpu CPU: compile for it; --targets LIST: kernels; --tests: GPU tests too)
   model                    Fetch the default model into target/models
+  tiny-models [DIR]        Write a small random model of each hybrid and latent family to target/tiny-models, or DIR
   transformers             Compare the hybrid and latent families with Hugging Face transformers, which it installs into
                            target/transformers (about 7 GB)
   help                     This text
@@ -65,6 +66,7 @@ fn run() -> Result<()> {
         "guests" => guests().map(drop),
         "model" => model().map(drop),
         "bundle" => bundle::run_task(rest),
+        "tiny-models" => tiny_models(rest),
         "transformers" => transformers::run_task(rest),
         "kernels" => kernels::run_task(rest),
         "help" | "--help" | "-h" => {
@@ -123,6 +125,23 @@ fn host() -> String {
         .join("release/timetable")
         .to_string_lossy()
         .into_owned()
+}
+
+/// Writes the tiny models of the tests where users can run them.
+fn tiny_models(arguments: &[String]) -> Result<()> {
+    let out = match arguments {
+        [] => target_dir()
+            .join("tiny-models")
+            .to_string_lossy()
+            .into_owned(),
+        [out] if !out.starts_with('-') => out.clone(),
+        _ => bail!("unknown arguments {arguments:?}; give at most a directory"),
+    };
+    wasm_target()?;
+    // With the workspace's features, so that `test` and `demo` share what they compile.
+    process::cargo(&["build", "--release", "--workspace", "--bin", "tiny-models"])?;
+    let program = target_dir().join("release/tiny-models");
+    process::run(&program.to_string_lossy(), &[&out])
 }
 
 /// The default model's path, fetched when it is not there yet.
