@@ -99,7 +99,7 @@ record! {
     pub struct TileSchedule {
         /// `s32 [parts, 8]`: first request, first block, last request, last block, first split, …
         tile_scheduler_metadata as "tile-scheduler-metadata": Tensor,
-        /// `s32 [decodes + 1]`: running sum of split counts.
+        /// `s32 [decodes + 1]`: running sum of split counts; a padded row adds none.
         num_splits as "num-splits": Tensor,
     }
 }

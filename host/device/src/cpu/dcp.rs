@@ -211,7 +211,7 @@ fn local_lens(
 pub struct Partial<'a> {
     /// f32 [rows, head_size]
     pub output: &'a [f32],
-    /// f32 [rows]
+    /// `f32 [rows]`
     pub lse: &'a [f32],
 }
 

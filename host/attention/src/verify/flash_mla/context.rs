@@ -14,9 +14,9 @@ const MAX_WORKSPACE: i64 = 1 << 25;
 
 /// The rows that prefill: their lengths and query starts as the host vouches for them.
 pub(super) struct Prefills<'s> {
-    /// s32 [n]
+    /// `s32 [n]`
     pub lens: &'s [i32],
-    /// s32 [n + 1], not rebased.
+    /// `s32 [n + 1]`, not rebased.
     pub starts: &'s [i32],
 }
 

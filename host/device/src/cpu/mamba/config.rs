@@ -134,7 +134,7 @@ impl MambaConfig {
 
     /// Shapes of one state, in f32: the convolution's last inputs [conv_dim, conv_kernel − 1], and the recurrence's
     /// [num_heads, head_dim, state_size], [num_v_heads, head_v_dim, head_k_dim], [intermediate_size, state_size] or
-    /// [num_heads, head_dim, head_dim] (keys first); [0] where the layer has none.
+    /// [num_heads, head_dim, head_dim] (keys first); `[0]` where the layer has none.
     pub fn state_shapes(&self) -> [Vec<u32>; 2] {
         let of = |sizes: &[usize]| sizes.iter().map(|&size| size as u32).collect();
         let window = match self.conv_dim() {
@@ -211,13 +211,13 @@ pub struct Mamba2Inputs<'a> {
     pub dt: &'a [f32],
     /// f32 [conv_dim, conv_kernel]
     pub conv_weight: &'a [f32],
-    /// f32 [conv_dim]
+    /// `f32 [conv_dim]`
     pub conv_bias: Option<&'a [f32]>,
-    /// f32 [num_heads]: −e^A_log.
+    /// `f32 [num_heads]`: −e^A_log.
     pub a: &'a [f32],
-    /// f32 [num_heads]
+    /// `f32 [num_heads]`
     pub d: &'a [f32],
-    /// f32 [num_heads]
+    /// `f32 [num_heads]`
     pub dt_bias: &'a [f32],
 }
 
@@ -232,9 +232,9 @@ pub struct GdnInputs<'a> {
     pub a: &'a [f32],
     /// f32 [conv_dim, conv_kernel]
     pub conv_weight: &'a [f32],
-    /// f32 [num_v_heads]
+    /// `f32 [num_v_heads]`
     pub a_log: &'a [f32],
-    /// f32 [num_v_heads]
+    /// `f32 [num_v_heads]`
     pub dt_bias: &'a [f32],
 }
 
@@ -246,17 +246,17 @@ pub struct Mamba1Inputs<'a> {
     pub hidden_states: &'a [f32],
     /// f32 [intermediate_size, conv_kernel]
     pub conv_weight: &'a [f32],
-    /// f32 [intermediate_size]
+    /// `f32 [intermediate_size]`
     pub conv_bias: Option<&'a [f32]>,
     /// f32 [time_step_rank + 2 · state_size, intermediate_size]: dt's, B's and C's rows.
     pub x_proj: &'a [f32],
     /// f32 [intermediate_size, time_step_rank]
     pub dt_proj: &'a [f32],
-    /// f32 [intermediate_size]: added to the projected dt before softplus.
+    /// `f32 [intermediate_size]`: added to the projected dt before softplus.
     pub dt_bias: &'a [f32],
     /// f32 [intermediate_size, state_size]: −e^A_log.
     pub a: &'a [f32],
-    /// f32 [intermediate_size]
+    /// `f32 [intermediate_size]`
     pub d: &'a [f32],
 }
 
@@ -267,7 +267,7 @@ pub struct ShortConvInputs<'a> {
     pub b_x: &'a [f32],
     /// f32 [conv_dim, conv_kernel]
     pub conv_weight: &'a [f32],
-    /// f32 [conv_dim]
+    /// `f32 [conv_dim]`
     pub conv_bias: Option<&'a [f32]>,
 }
 
@@ -280,6 +280,6 @@ pub struct LinearInputs<'a> {
     pub key: &'a [f32],
     /// f32 [T, num_heads · head_dim]
     pub value: &'a [f32],
-    /// f32 [num_heads]: a token weighs e^(−slope) as much at the next one.
+    /// `f32 [num_heads]`: a token weighs e^(−slope) as much at the next one.
     pub slopes: &'a [f32],
 }

@@ -18,7 +18,7 @@ pub(super) struct Conv<'a> {
     pub kernel: usize,
     /// f32 [conv_dim, kernel]
     pub weight: &'a [f32],
-    /// f32 [conv_dim]
+    /// `f32 [conv_dim]`
     pub bias: Option<&'a [f32]>,
     /// Is the activation SiLU? Otherwise there is none.
     pub silu: bool,

@@ -19,7 +19,7 @@ pub(super) struct Head<'a> {
     pub head: usize,
     /// f64 [T, head_v_dim]
     pub output: &'a mut [f64],
-    /// f64 [head_v_dim]
+    /// `f64 [head_v_dim]`
     pub delta: &'a mut [f64],
 }
 

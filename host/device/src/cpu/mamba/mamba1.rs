@@ -22,7 +22,7 @@ pub(super) struct Channels<'a> {
     pub first: usize,
     /// f64 [T, width]
     pub output: &'a mut [f64],
-    /// f64 [width]
+    /// `f64 [width]`
     pub delta: &'a mut [f64],
 }
 

@@ -25,7 +25,7 @@ pub(super) struct Head<'a> {
 }
 
 impl<'a> Head<'a> {
-    /// f64 [head_dim]
+    /// `f64 [head_dim]`
     fn x(&self, place: &Place) -> &'a [f64] {
         let size = self.config.head_dim;
         self.convolved.row(self.head * size, size, place)

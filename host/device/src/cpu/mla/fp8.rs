@@ -29,7 +29,7 @@ pub(super) const ENTRY: usize = KEY + 2 * ROTATED;
 /// The largest e4m3 number.
 const LARGEST: f32 = 448.0;
 
-/// Packs a token: `latent` f32 [512], `key` f32 [64] into `entry` [656].
+/// Packs a token: `latent` `f32 [512]`, `key` `f32 [64]` into `entry` `[656]`.
 pub(super) fn pack(latent: &[f32], key: &[f32], entry: &mut [u8]) {
     for (tile, latent) in latent.chunks(TILE).enumerate() {
         let largest = latent
