@@ -177,7 +177,7 @@ pub fn make_local_attention_virtual_batches(
     block_size: u32,
 ) -> Result<(GroupStep, LocalBlockColumns), LocalAttentionError> {
     let width = step.tensors.block_table_width;
-    if width == 0 {
+    if width == 0 || chunk == 0 || block_size == 0 {
         return Err(LocalAttentionError::Empty {
             chunk,
             block_size,
