@@ -409,11 +409,11 @@ pub struct SchedulingArgs {
 
     /// On the CPU: share of the machine's memory that model and KV cache may take together, found by a profile run
     /// [default: 0.4]
-    #[arg(long, value_name = "F")]
+    #[arg(long, value_name = "F", value_parser = finite)]
     pub memory_fraction: Option<f64>,
 
     /// On a GPU: share of its memory that weights, activations, graphs and KV cache may take together [default: 0.9]
-    #[arg(long, value_name = "F")]
+    #[arg(long, value_name = "F", value_parser = finite)]
     pub gpu_memory_utilization: Option<f64>,
 
     /// Prepare a step while the one before it runs [default: on a GPU]
@@ -517,7 +517,7 @@ pub struct TrustArgs {
 
 #[derive(Debug, Args)]
 pub struct Rollback {
-    /// FLASH_ATTN, FLASHINFER
+    /// As `timetable builders` names it: FLASH_ATTN, FLASHINFER, TRITON_MLA, MAMBA2, …
     pub backend: String,
 
     /// The builder of this tenant's own, instead of everybody's
@@ -840,6 +840,15 @@ fn seconds(text: &str) -> Result<f64, String> {
         _ => Err(format!(
             "`{text}` is not a number of seconds from 0.1 to 3600"
         )),
+    }
+}
+
+/// A number: a configuration has no other.
+fn finite(text: &str) -> Result<f64, String> {
+    let number = text.parse::<f64>().map_err(|error| error.to_string())?;
+    match number.is_finite() {
+        true => Ok(number),
+        false => Err("give a number".to_owned()),
     }
 }
 

@@ -256,6 +256,12 @@ fn bad_models_get_one_line() {
 fn bad_requests_get_one_line() {
     let long = "t5 ".repeat(600);
     generate(&["--prompt", &long, "--max-model-len", "512"]).fails(4, &["600", "512"]);
+    // Shorter than the steps that a new builder is tried with.
+    generate(&["--prompt", "t5", "--max-model-len", "2"]).succeeds();
+    for wrong in ["nan", "inf"] {
+        generate(&["--prompt", "t5", "--memory-fraction", wrong])
+            .fails(2, &[wrong, "give a number"]);
+    }
     generate(&["--prompt", "t5", "--max-model-len", "4096"]).fails(4, &["4096", "max_model_len"]);
     generate(&["--prompt", "t1", "--temperature=-1"]).fails(2, &["temperature", "-1"]);
     generate(&["--prompt", "t1", "--top-p", "1.5"]).fails(2, &["top_p", "1.5"]);

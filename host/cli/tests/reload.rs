@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 use support::{Host, answered_as_undisturbed, file, run, tiny_llama};
+use timetable_tests::tiny_models::Recorded;
 
 fn fixed_split(scratch: &tempfile::TempDir) -> String {
     let component = timetable_reference::component("flash-attn-fixed-split").unwrap();
@@ -45,6 +46,48 @@ fn a_builder_is_replaced_and_rolled_back_while_answers_stream() {
     assert_eq!(disturbed["failed_steps"], 0);
     assert_eq!(disturbed["fallback_steps"], 0);
     answered_as_undisturbed(&disturbed);
+}
+
+/// Gemma 3's layers with a window and those without are two groups of one backend, with a version each.
+#[test]
+fn a_version_of_several_groups_is_waited_for_in_all() {
+    let recorded = Recorded::load();
+    let gemma = recorded
+        .cases
+        .iter()
+        .find(|case| case.name == "gemma3_text");
+    let model = tempfile::tempdir().unwrap();
+    gemma.unwrap().write_with_tokenizer(model.path());
+    let host = Host::with_model(model.path(), &[]);
+    let path = fixed_split(&host.scratch);
+    let gates = ["--min-observed", "0%", "--max-build-ratio", "inf"];
+    let slow = ["--max-extra-build-us", "1000000", "--max-fuel-ratio", "inf"];
+    let mut staged = vec!["reload", "FLASH_ATTN", &path, "--wait", "--shadow", "2"];
+    staged.extend(gates.iter().chain(&slow));
+    for command in [
+        staged,
+        vec![
+            "reload",
+            "FLASH_ATTN",
+            "--builder-option",
+            "splits=2",
+            "--wait",
+        ],
+    ] {
+        let staged = command.contains(&"--shadow");
+        let answer = host.ask(&command).succeeds().json();
+        assert_eq!(answer["stage"] != "checked", staged, "{answer}");
+        let versions = answer["versions"].as_array().unwrap();
+        assert_eq!(versions.len(), 2, "{answer}");
+        let table = host.wait_for(|_| true);
+        for group in [0, 1] {
+            let active = &table["builders"][group]["active"]["version"];
+            assert_eq!(*active, versions[group]);
+        }
+    }
+    let rolled_back = host.ask(&["rollback", "FLASH_ATTN"]).succeeds().json();
+    assert_eq!(rolled_back["versions"].as_array().map(Vec::len), Some(2));
+    assert_eq!(host.finish()["failed_steps"], 0);
 }
 
 #[test]

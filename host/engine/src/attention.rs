@@ -658,10 +658,11 @@ fn acceptance(config: &BuilderConfig, grant: Grant, of_device: Option<Acceptance
     Arc::new(move |builder| {
         let max_seqs = config.scheduler.max_num_seqs.max(1);
         let max_tokens = config.scheduler.max_num_batched_tokens.max(1);
+        let longest = max_tokens.min(config.scheduler.max_model_len.max(1));
         for (rows, tokens) in [
             (1, 1),
             (max_seqs.min(7), max_seqs.min(7)),
-            (1, max_tokens.min(40)),
+            (1, longest.min(40)),
         ] {
             let shape = CaptureShape {
                 num_tokens: tokens.max(rows),

@@ -240,7 +240,11 @@ impl Host {
     }
 
     /// To the version before: the one that is kept ready, or after a restart the one that the manifest names.
-    fn go_back(&self, groups: &[&Group], state: Option<&StateDir>) -> Result<VersionInfo, String> {
+    fn go_back(
+        &self,
+        groups: &[&Group],
+        state: Option<&StateDir>,
+    ) -> Result<Vec<VersionInfo>, String> {
         let previous: Vec<Option<VersionInfo>> = groups
             .iter()
             .map(|group| group.handle.status().previous)
@@ -281,15 +285,16 @@ impl Host {
         })
     }
 
-    /// Applies `change` to every group of the backend, or to none.
+    /// Applies `change` to every group of the backend, or to none. Each group has a version of its own: its configuration is
+    /// part of it.
     fn change(
         groups: &[&Group],
         change: impl Fn(&ReloadHandle) -> Result<VersionInfo, String>,
-    ) -> Result<VersionInfo, String> {
-        let mut last = None;
+    ) -> Result<Vec<VersionInfo>, String> {
+        let mut changed_to = Vec::with_capacity(groups.len());
         for (index, group) in groups.iter().enumerate() {
             match change(&group.handle) {
-                Ok(info) => last = Some(info),
+                Ok(info) => changed_to.push(info),
                 Err(message) => {
                     for changed in &groups[..index] {
                         // The version before was kept ready; if even that fails, the group's own faults fall back per step.
@@ -301,8 +306,17 @@ impl Host {
                 }
             }
         }
-        last.ok_or_else(|| "there is no group".to_owned())
+        Ok(changed_to)
     }
+}
+
+/// The first group's version, with those of all groups beside it.
+fn in_groups(infos: &[VersionInfo]) -> Result<Value, String> {
+    let first = infos.first().ok_or("there is no group")?;
+    let mut answer = value(first)?;
+    let versions: Vec<Value> = infos.iter().map(|info| json!(info.version)).collect();
+    answer["versions"] = json!(versions);
+    Ok(answer)
 }
 
 /// What was being tried when the host before ended is not tried again by itself.
@@ -465,7 +479,7 @@ impl Control for Host {
             kept.map_err(|error| line(&error))?;
         }
         let companions = Companions::of(groups.len());
-        let info = Self::change(&groups, |handle| {
+        let infos = Self::change(&groups, |handle| {
             let origin = match component {
                 Some(_) => origin.to_owned(),
                 // The component in service came from where it came from.
@@ -494,13 +508,16 @@ impl Control for Host {
                 format!("{name} was taken, but that will not survive a restart: {error}")
             })?;
         }
-        let mut answer = value(&info)?;
+        let mut answer = in_groups(&infos)?;
         let candidate = groups
             .iter()
-            .find_map(|group| group.handle.status().candidate);
-        let stage = candidate
-            .filter(|candidate| candidate.version == info && !plan.is_immediate())
-            .map_or(Stage::Checked, |candidate| candidate.stage);
+            .zip(&infos)
+            .filter(|_| !plan.is_immediate())
+            .find_map(|(group, info)| {
+                let candidate = group.handle.status().candidate?;
+                (candidate.version == *info).then_some(candidate)
+            });
+        let stage = candidate.map_or(Stage::Checked, |candidate| candidate.stage);
         answer["stage"] = json!(stage);
         answer["signed_by"] = json!(signed_by);
         Ok(answer)
@@ -515,7 +532,7 @@ impl Control for Host {
             .collect();
         let answer = match withdrawn.first() {
             Some(info) => json!({ "withdrawn": value(info)? }),
-            None => value(&self.go_back(&groups, state.as_ref())?)?,
+            None => in_groups(&self.go_back(&groups, state.as_ref())?)?,
         };
         if let Some(state) = state.as_mut() {
             record(state, &self.groups).map_err(|error| {

@@ -22,7 +22,7 @@ const SAY: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
 pub struct Reload {
-    /// FLASH_ATTN, FLASHINFER
+    /// As `timetable builders` names it: FLASH_ATTN, FLASHINFER, TRITON_MLA, MAMBA2, …
     pub backend: String,
 
     /// The component: a path, or oci://REGISTRY/REPOSITORY@sha256:…; without it the one in service, with other options
@@ -185,10 +185,14 @@ pub fn reload(arguments: &Reload) -> Result<(), Failure> {
     }
     if arguments.wait {
         let version = answer["version"].as_str().unwrap_or_default().to_owned();
+        let versions = answer["versions"].as_array().into_iter().flatten();
+        let versions: Vec<String> = versions
+            .filter_map(|version| version.as_str().map(str::to_owned))
+            .collect();
         let look = || admin::call(&socket, &Request::Builders, &[]);
         let whose = (arguments.backend.as_str(), arguments.tenant.as_ref());
         let submitted = Submitted {
-            version: &version,
+            versions: &versions,
             in_stages: answer["stage"] != "checked",
         };
         answer["candidates"] = wait(whose, submitted, !json, look)?;
@@ -216,7 +220,8 @@ fn accepted(backend: &str, answer: &Value) -> String {
 /// What was submitted.
 #[derive(Clone, Copy)]
 struct Submitted<'a> {
-    version: &'a str,
+    /// One for each group: their configurations differ.
+    versions: &'a [String],
     /// It is a candidate first.
     in_stages: bool,
 }
@@ -251,7 +256,7 @@ fn wait(
                         Exit::Refused,
                         format!(
                             "{backend}: {} will not serve: {why}",
-                            short(submitted.version)
+                            short(submitted.versions.first().map_or("?", String::as_str))
                         ),
                     ));
                 }
@@ -278,7 +283,10 @@ enum Come {
 }
 
 fn come(group: &Value, submitted: Submitted<'_>) -> Come {
-    let is = |info: &Value| info["version"].as_str() == Some(submitted.version);
+    let is = |info: &Value| {
+        let version = info["version"].as_str();
+        version.is_some_and(|version| submitted.versions.iter().any(|one| one == version))
+    };
     let candidate = &group["candidate"];
     // First, for the version may serve already and be tried again all the same.
     if submitted.in_stages && is(&candidate["version"]) {
@@ -448,8 +456,9 @@ mod tests {
 
     #[test]
     fn waiting_ends_when_it_serves_or_will_not() {
+        let versions = ["bb".to_owned(), "dd".to_owned()];
         let submitted = Submitted {
-            version: "bb",
+            versions: &versions,
             in_stages: true,
         };
         let ends = |group: Value| {
@@ -466,7 +475,15 @@ mod tests {
         );
         let mut serves = group("active", None);
         serves["active"]["version"] = json!("bb");
-        assert_eq!(ends(serves).unwrap()[0]["stage"], "active");
+        assert_eq!(ends(serves.clone()).unwrap()[0]["stage"], "active");
+        // The backend's other group has another version of the same component.
+        let mut other = serves.clone();
+        other["active"]["version"] = json!("dd");
+        other["candidate"]["version"]["version"] = json!("dd");
+        let both = wait(("flash_attn", None), submitted, false, || {
+            Ok(json!({ "builders": [serves, other] }))
+        });
+        assert_eq!(both.unwrap().as_array().map(Vec::len), Some(2));
         // It serves already, and is tried again: only what becomes of the trial counts.
         let mut again = group("withdrawn", Some("it was slow"));
         again["active"]["version"] = json!("bb");

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use serde_json::{Value, json};
+use timetable_attention::backend::BackendRegistry;
 use timetable_attention::graphs::Outcome;
 use timetable_engine::cuda::{CudaExecutor, CudaStartError, MemoryReport};
 use timetable_engine::model::{LoadOptions, Model, Weights};
@@ -334,11 +335,14 @@ fn check_names(flags: &SettingArgs, used: &[&str]) -> Result<(), Failure> {
     for name in given {
         if !used.iter().any(|used| used.eq_ignore_ascii_case(name)) {
             let used = used.join(" and ");
+            // Recurrent layers have no choice.
+            let choice = match BackendRegistry::new().parse(name) {
+                Ok(Some(_)) => format!(", or choose {name} with --attention-backend"),
+                _ => String::new(),
+            };
             return Err(Failure::new(
                 Exit::Usage,
-                format!(
-                    "--builder {name}=…: the layers use {used}; name that, or choose {name} with --attention-backend"
-                ),
+                format!("--builder {name}=…: the layers use {used}; name that{choice}"),
             ));
         }
     }

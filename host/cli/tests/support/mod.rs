@@ -193,10 +193,10 @@ pub struct Host {
     pub scratch: tempfile::TempDir,
 }
 
-fn generate<'a>(prompts: impl Iterator<Item = &'a str>) -> Command {
+fn generate<'a>(model: &Path, prompts: impl Iterator<Item = &'a str>) -> Command {
     let mut command = timetable();
     command
-        .args(["generate", "--model", tiny_llama().to_str().unwrap()])
+        .args(["generate", "--model", model.to_str().unwrap()])
         .args(["--json", "--num-gpu-blocks-override", "256"])
         .args(["--weights", "f32", "--ignore-eos", "--max-tokens", "500"])
         .args(["--max-num-seqs", "4"])
@@ -225,7 +225,7 @@ fn answers(report: &Value) -> BTreeMap<String, Value> {
 /// A host's answers while it was disturbed are those of one that nobody disturbs.
 #[track_caller]
 pub fn answered_as_undisturbed(report: &Value) {
-    let mut undisturbed = generate(PROMPTS.into_iter());
+    let mut undisturbed = generate(&tiny_llama(), PROMPTS.into_iter());
     undisturbed.args(["--admin", "none"]).stdin(Stdio::null());
     undisturbed.stdout(Stdio::piped()).stderr(Stdio::piped());
     let undisturbed = Running::of(undisturbed.spawn().unwrap()).finish(&"undisturbed");
@@ -239,10 +239,15 @@ pub fn answered_as_undisturbed(report: &Value) {
 
 impl Host {
     pub fn start(extra: &[&str]) -> Host {
+        Host::with_model(&tiny_llama(), extra)
+    }
+
+    /// One whose model is not tiny-llama.
+    pub fn with_model(model: &Path, extra: &[&str]) -> Host {
         let scratch = tempfile::tempdir().unwrap();
         let socket = scratch.path().join("admin.sock");
         let socket = socket.to_str().unwrap().to_owned();
-        let child = generate(PROMPTS.into_iter().cycle().take(ANSWERS))
+        let child = generate(model, PROMPTS.into_iter().cycle().take(ANSWERS))
             .args(["--admin", &socket])
             .args(["--cudagraph-mode", "FULL_AND_PIECEWISE"])
             .args(extra)
