@@ -18,7 +18,8 @@ use anyhow::{Context, Result, ensure};
 use timetable_attention::batch::{GroupStep, SlotRule, StepTensors, slot_mapping_into};
 use timetable_attention::{Grant, Verifier, VerifyContext, plain_builder, verify_step};
 use timetable_sandbox::{
-    BuilderStatus, BuiltBy, GroupBuilder, GroupSetup, Limits, ReloadHandle, Sandbox, chosen,
+    BuilderStatus, BuiltBy, FaultPolicy, GroupBuilder, GroupSetup, Limits, ReloadHandle, Sandbox,
+    chosen,
 };
 use timetable_types::{BuilderConfig, Family};
 
@@ -242,6 +243,11 @@ fn operate(handle: &ReloadHandle) -> Result<Vec<BuilderStatus>> {
     let served = |status: &BuilderStatus| status.pending.is_none() && status.steps > 100;
     let embedded =
         |name: &str| timetable_reference::component(name).context("an embedded component");
+    // Who operates this engine takes bad versions back himself; the host would return to the last good one after some faults.
+    handle.set_policy(FaultPolicy {
+        return_to_last_good: false,
+        ..handle.status().policy
+    })?;
     let mut seen = vec![wait(handle, served)?];
     handle.reload(embedded("flash-attn-fixed-split")?.bytes, "fixed-split")?;
     seen.push(wait(handle, served)?);

@@ -2,11 +2,10 @@
 
 mod support;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use support::{Host, component, recorder};
 use timetable_attention::Grant;
-use timetable_componentize::GuestBuild;
 use timetable_record::{
     Candidate, Recording, ReplayError, ReplayOptions, ReplayReport, Verdict, replay,
 };
@@ -185,21 +184,6 @@ fn another_builder_is_compared_in_meaning_and_in_cost() {
     assert!(matches!(error, ReplayError::Candidate { .. }), "{error}");
 }
 
-/// Example 04's builder, which leaves keys out.
-fn window_sink() -> Vec<u8> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let target = std::env::var_os("CARGO_TARGET_DIR");
-    let build = GuestBuild {
-        directory: root.join("guest-builders"),
-        target_dir: target
-            .map_or_else(|| root.join("target"), PathBuf::from)
-            .join("example-guests"),
-        packages: vec!["window-sink-builder".to_owned()],
-        profile: "guest".to_owned(),
-    };
-    build.run().unwrap().remove(0).bytes
-}
-
 #[test]
 fn a_builder_that_leaves_keys_out_is_refused_or_differs_as_it_is_granted() {
     let scratch = tempfile::tempdir().unwrap();
@@ -210,11 +194,12 @@ fn a_builder_that_leaves_keys_out_is_refused_or_differs_as_it_is_granted() {
         100,
     );
     let recording = Recording::open(&path).unwrap();
-    let bytes = window_sink();
+    let window_sink = timetable_reference::component("flashinfer-window-sink").expect("embedded");
+    let bytes = window_sink.bytes;
     let tried = |grant| {
         let candidate = Candidate {
             grant: Some(grant),
-            ..candidate(&bytes, &[("sink", "16"), ("window", "32")])
+            ..candidate(bytes, &[("sink", "16"), ("window", "32")])
         };
         let options = ReplayOptions {
             candidate: Some(&candidate),
