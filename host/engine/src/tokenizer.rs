@@ -7,7 +7,7 @@ mod stream;
 
 pub use stream::TextStream;
 
-use crate::model::{ModelError, Source};
+use crate::model::{ModelError, Source, files};
 use serde_json::Value;
 use std::path::Path;
 
@@ -37,7 +37,7 @@ impl Tokenizer {
 
     fn from_dir(dir: &Path) -> Result<Self, ModelError> {
         let path = dir.join("tokenizer.json");
-        let text = std::fs::read(&path).map_err(|e| ModelError::io(&path, e))?;
+        let text = files::read(&path, files::MAX_TOKENIZER)?;
         let mut inner = tokenizers::Tokenizer::from_bytes(&text)
             .map_err(|e| ModelError::corrupt(&path, format!("it is not a tokenizer: {e}")))?;
         // A prompt is never cut or padded silently, whatever the file was saved with.
@@ -114,11 +114,10 @@ impl Tokenizer {
 /// `tokenizer_config.json` of a model directory; null if there is none.
 pub(crate) fn tokenizer_config(dir: &Path) -> Result<Value, ModelError> {
     let path = dir.join("tokenizer_config.json");
-    match std::fs::read(&path) {
-        Ok(text) => serde_json::from_slice(&text)
+    match files::read_if_there(&path, files::MAX_CONFIG)? {
+        Some(text) => serde_json::from_slice(&text)
             .map_err(|e| ModelError::corrupt(&path, format!("it is not JSON: {e}"))),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
-        Err(e) => Err(ModelError::io(&path, e)),
+        None => Ok(Value::Null),
     }
 }
 

@@ -4,6 +4,7 @@
 
 use super::error::ModelError;
 use super::families;
+use super::files;
 use super::gguf::GgufFile;
 use super::rope::frequencies;
 use super::traits::{HeadNorm, Traits};
@@ -413,10 +414,10 @@ impl ModelConfig {
     /// As for GGUF.
     pub(crate) fn from_hf_dir(dir: &Path) -> Result<Self, ModelError> {
         let path = dir.join("config.json");
-        let text = std::fs::read(&path).map_err(|e| ModelError::io(&path, e))?;
+        let text = files::read(&path, files::MAX_CONFIG)?;
         let mut config = Self::from_hf_json(&text, &path)?;
         let generation = dir.join("generation_config.json");
-        if let Ok(text) = std::fs::read(&generation) {
+        if let Some(text) = files::read_if_there(&generation, files::MAX_CONFIG)? {
             let json: Value = serde_json::from_slice(&text)
                 .map_err(|e| ModelError::corrupt(&generation, format!("it is not JSON: {e}")))?;
             for id in token_list(json.get("eos_token_id")) {

@@ -7,11 +7,11 @@
 //! Format: ggml's `docs/gguf.md`, versions 2 and 3, little-endian.
 
 use super::error::ModelError;
+use super::files;
 use super::weights::{Checkpoint, RawTensor};
 use candle_core::quantized::GgmlDType;
 use memmap2::Mmap;
 use std::collections::HashMap;
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -59,7 +59,7 @@ impl GgufFile {
     /// # Errors
     /// `Io` if it cannot be opened, `Corrupt` or `Unsupported` with the offending value otherwise.
     pub(crate) fn open(path: &Path) -> Result<Self, ModelError> {
-        let file = File::open(path).map_err(|e| ModelError::io(path, e))?;
+        let file = files::open(path)?;
         // SAFETY: the mapping is private to this struct and only read. A file that another process shortens meanwhile
         // would fault; models are installed atomically (a new file is renamed into place), as for every engine that
         // maps its weights.

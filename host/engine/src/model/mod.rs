@@ -11,6 +11,7 @@ mod error;
 mod experts;
 mod families;
 mod feed_forward;
+pub(crate) mod files;
 pub(crate) mod gguf;
 pub(crate) mod layout;
 pub(crate) mod linear;

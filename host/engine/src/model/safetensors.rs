@@ -3,13 +3,13 @@
 //! Knows the file format only; names and shapes are the loader's business.
 
 use super::error::ModelError;
+use super::files;
 use super::weights::{Checkpoint, RawTensor};
 use candle_core::quantized::GgmlDType;
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use std::collections::{BTreeSet, HashMap};
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -45,7 +45,7 @@ impl SafetensorsDir {
         };
         let index_path = dir.join("model.safetensors.index.json");
         if index_path.exists() {
-            let text = std::fs::read(&index_path).map_err(|e| ModelError::io(&index_path, e))?;
+            let text = files::read(&index_path, files::MAX_TOKENIZER)?;
             let index: ShardIndex = serde_json::from_slice(&text).map_err(|e| {
                 ModelError::corrupt(&index_path, format!("it is not a shard index: {e}"))
             })?;
@@ -67,7 +67,7 @@ impl SafetensorsDir {
     }
 
     fn add_shard(&mut self, path: &Path) -> Result<(), ModelError> {
-        let file = File::open(path).map_err(|e| ModelError::io(path, e))?;
+        let file = files::open(path)?;
         // SAFETY: as for GGUF files: read only, and models are installed by renaming complete files into place.
         let data = unsafe { Mmap::map(&file) }.map_err(|e| ModelError::io(path, e))?;
         // `deserialize` checks the header against the length: offsets contiguous, sizes equal to shape times dtype.
