@@ -420,7 +420,7 @@ impl ModelConfig {
         if let Some(text) = files::read_if_there(&generation, files::MAX_CONFIG)? {
             let json: Value = serde_json::from_slice(&text)
                 .map_err(|e| ModelError::corrupt(&generation, format!("it is not JSON: {e}")))?;
-            for id in token_list(json.get("eos_token_id")) {
+            for id in token_list("eos_token_id", json.get("eos_token_id"), &generation)? {
                 if !config.eos_token_ids.contains(&id) {
                     config.eos_token_ids.push(id);
                 }
@@ -463,12 +463,6 @@ impl ModelConfig {
             None => divided_head_dim(path, hidden_size, heads)?,
         };
         let (theta, scaling) = json.rope(path)?;
-        let partial = json.partial_rotary_factor.unwrap_or(1.0);
-        if !(partial > 0.0 && partial <= 1.0) {
-            return Err(corrupt(format!(
-                "partial_rotary_factor is {partial}, not within (0, 1]"
-            )));
-        }
         let windowed = match architecture {
             Architecture::Mistral => true,
             Architecture::Qwen2 | Architecture::Qwen3 => json.use_sliding_window.unwrap_or(false),
@@ -508,7 +502,7 @@ impl ModelConfig {
             rms_norm_eps: json.rms_norm_eps,
             rope: RopeConfig {
                 theta,
-                dim: (head_dim as f64 * partial) as usize,
+                dim: rotary_dim(head_dim, json.partial_rotary_factor(), path)?,
                 style: RopeStyle::HalfRotation,
                 scaling,
             },
@@ -519,8 +513,10 @@ impl ModelConfig {
             first_window_layer,
             mixers: Vec::new(),
             traits: llama_traits(architecture),
-            eos_token_ids: token_list(json.eos_token_id.as_ref()),
-            bos_token_id: token_list(json.bos_token_id.as_ref()).first().copied(),
+            eos_token_ids: token_list("eos_token_id", json.eos_token_id.as_ref(), path)?,
+            bos_token_id: token_list("bos_token_id", json.bos_token_id.as_ref(), path)?
+                .first()
+                .copied(),
         };
         config.validated(path)
     }
@@ -628,14 +624,36 @@ fn present<'de, D: serde::Deserializer<'de>>(
     Option::deserialize(deserializer).map(Some)
 }
 
-/// A token id, or a list of them.
-pub(super) fn token_list(value: Option<&Value>) -> Vec<u32> {
+/// A token id, or a list of them; none where `value` is left out or null.
+pub(super) fn token_list(
+    name: &str,
+    value: Option<&Value>,
+    path: &Path,
+) -> Result<Vec<u32>, ModelError> {
     let id = |v: &Value| v.as_u64().and_then(|v| u32::try_from(v).ok());
-    match value {
-        Some(Value::Array(list)) => list.iter().filter_map(id).collect(),
-        Some(one) => id(one).into_iter().collect(),
-        None => Vec::new(),
+    let Some(value) = value.filter(|value| !value.is_null()) else {
+        return Ok(Vec::new());
+    };
+    let ids = match value {
+        Value::Array(list) => list.iter().map(id).collect(),
+        one => id(one).map(|id| vec![id]),
+    };
+    ids.ok_or_else(|| ModelError::Corrupt {
+        path: path.to_owned(),
+        what: format!("{name} is {value}"),
+        remedy: "make it a token id, a list of them, or null",
+    })
+}
+
+/// Rotated dimensions of a head of `head_dim`, where `partial` of them are.
+pub(super) fn rotary_dim(head_dim: usize, partial: f64, path: &Path) -> Result<usize, ModelError> {
+    if partial > 0.0 && partial <= 1.0 {
+        return Ok((head_dim as f64 * partial) as usize);
     }
+    Err(ModelError::corrupt(
+        path,
+        format!("partial_rotary_factor is {partial}, not within (0, 1]"),
+    ))
 }
 
 #[derive(Deserialize)]
@@ -678,6 +696,7 @@ pub(super) struct HfRope {
     #[serde(alias = "type")]
     rope_type: Option<String>,
     rope_theta: Option<f32>,
+    pub(super) partial_rotary_factor: Option<f64>,
     factor: Option<f32>,
     low_freq_factor: Option<f32>,
     high_freq_factor: Option<f32>,
@@ -686,8 +705,19 @@ pub(super) struct HfRope {
 
 impl HfConfig {
     fn rope(&self, path: &Path) -> Result<(f32, RopeScaling), ModelError> {
-        let rope = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref());
-        rope_of(rope, self.rope_theta, path)
+        rope_of(self.rope_fields(), self.rope_theta, path)
+    }
+
+    fn rope_fields(&self) -> Option<&HfRope> {
+        self.rope_parameters.as_ref().or(self.rope_scaling.as_ref())
+    }
+
+    /// The share of a head that is rotated. transformers 5 keeps it beside the base.
+    fn partial_rotary_factor(&self) -> f64 {
+        self.rope_fields()
+            .and_then(|rope| rope.partial_rotary_factor)
+            .or(self.partial_rotary_factor)
+            .unwrap_or(1.0)
     }
 }
 

@@ -100,3 +100,78 @@ fn bad_values_are_named() {
     assert!(refused(&|j| j["rms_norm_eps"] = (-1.0).into()).contains("-1"));
     assert!(refused(&|j| j["intermediate_size"] = "x".into()).contains("config.json"));
 }
+
+const NO_TOKENS: [&str; 9] = [
+    "\"94\"", "94.0", "{}", "[[1]]", "[2,null]", "-1", "1e12", "\"x\"", "true",
+];
+
+#[test]
+fn end_tokens_that_are_none_are_named_and_refused() {
+    for text in NO_TOKENS {
+        let value: Value = serde_json::from_str(text).expect("JSON");
+        for name in ["eos_token_id", "bos_token_id"] {
+            let refusal = hf(|j| j[name] = value.clone()).expect_err("refused");
+            let expected =
+                format!("{name} is {value}; make it a token id, a list of them, or null");
+            assert!(refusal.contains(&expected), "{refusal}");
+        }
+    }
+    for (value, expected) in [
+        (json!(null), vec![]),
+        (json!([]), vec![]),
+        (json!(94), vec![94]),
+    ] {
+        let config = hf(|j| j["eos_token_id"] = value.clone()).expect("valid");
+        assert_eq!(config.eos_token_ids, expected, "{value}");
+    }
+}
+
+#[test]
+fn generation_configs_end_tokens_are_added_or_refused() {
+    let with = |generation: &str| {
+        let dir = tempfile::tempdir().expect("a directory");
+        let config = json!({
+            "model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 2, "num_attention_heads": 8, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+            "eos_token_id": 2,
+        });
+        let write = |name: &str, text: &str| {
+            std::fs::write(dir.path().join(name), text).expect("written");
+        };
+        write("config.json", &config.to_string());
+        write("generation_config.json", generation);
+        ModelConfig::from_hf_dir(dir.path()).map_err(|e| e.to_string())
+    };
+    let config = with(r#"{"eos_token_id": [2, 7]}"#).expect("valid");
+    assert_eq!(config.eos_token_ids, [2, 7]);
+    for none in [r#"{"eos_token_id": null}"#, "{}"] {
+        assert_eq!(with(none).expect("valid").eos_token_ids, [2]);
+    }
+    for text in NO_TOKENS {
+        let refusal = with(&format!("{{\"eos_token_id\": {text}}}")).expect_err("refused");
+        assert!(
+            refusal.contains("generation_config.json is not a usable model: eos_token_id is "),
+            "{refusal}"
+        );
+    }
+}
+
+#[test]
+fn a_partial_rotation_beside_the_base_comes_first() {
+    for key in ["rope_scaling", "rope_parameters"] {
+        let with = |partial: Value| {
+            hf(|j| {
+                j["head_dim"] = 16.into();
+                j["partial_rotary_factor"] = 0.25.into();
+                j[key] = json!({"rope_type": "default", "partial_rotary_factor": partial});
+            })
+        };
+        assert_eq!(with(json!(0.5)).expect("valid").rope.dim, 8, "{key}");
+        assert_eq!(with(json!(null)).expect("valid").rope.dim, 4, "{key}");
+        for (partial, named) in [(0.0, "0"), (1.5, "1.5"), (-0.5, "-0.5")] {
+            let refusal = with(json!(partial)).expect_err("refused");
+            let expected = format!("partial_rotary_factor is {named}, not within (0, 1]");
+            assert!(refusal.contains(&expected), "{refusal}");
+        }
+    }
+}

@@ -5,7 +5,8 @@
 
 use super::config::{
     Architecture, HfRope, MAX_CONTEXT, MAX_LAYERS, MAX_STATE, MAX_WIDTH, Mixer, ModelConfig,
-    RopeConfig, RopeStyle, divided_head_dim, in_range, rope_of, token_list, unsupported,
+    RopeConfig, RopeStyle, divided_head_dim, in_range, rope_of, rotary_dim, token_list,
+    unsupported,
 };
 use super::error::ModelError;
 use super::traits::{
@@ -88,6 +89,23 @@ impl Fields<'_> {
 
     fn width(&self, name: &str) -> Result<usize, ModelError> {
         self.size(name, MAX_WIDTH)
+    }
+
+    /// `default` where the field is left out; none where it is null.
+    fn size_unless_null(
+        &self,
+        name: &str,
+        max: u64,
+        default: usize,
+    ) -> Result<Option<usize>, ModelError> {
+        match self.json.get(name) {
+            None => Ok(Some(default)),
+            Some(_) => self.optional_size(name, max),
+        }
+    }
+
+    fn tokens(&self, name: &str) -> Result<Vec<u32>, ModelError> {
+        token_list(name, self.get(name), self.path)
     }
 
     /// A positive number.
@@ -185,16 +203,20 @@ impl Fields<'_> {
         })
     }
 
-    /// `rope_scaling`, or `name` of transformers 5's `rope_parameters`.
-    fn rope(&self, kind: &str, theta: f32) -> Result<RopeConfig, ModelError> {
+    /// `rope_scaling`, or `kind` of transformers 5's `rope_parameters`.
+    fn rope_fields(&self, kind: &str) -> Result<Option<HfRope>, ModelError> {
         let value = match self.get("rope_parameters") {
             Some(value) => Some(value.get(kind).unwrap_or(value)),
             None => self.get("rope_scaling"),
         };
-        let rope: Option<HfRope> = value
+        value
             .map(|value| serde_json::from_value(value.clone()))
             .transpose()
-            .map_err(|e| self.corrupt(format!("its RoPE scaling: {e}")))?;
+            .map_err(|e| self.corrupt(format!("its RoPE scaling: {e}")))
+    }
+
+    fn rope(&self, kind: &str, theta: f32) -> Result<RopeConfig, ModelError> {
+        let rope = self.rope_fields(kind)?;
         let theta = self.positive("rope_theta", Some(theta))?;
         let (theta, scaling) = rope_of(rope.as_ref(), Some(theta), self.path)?;
         Ok(RopeConfig {
@@ -205,15 +227,15 @@ impl Fields<'_> {
         })
     }
 
-    /// Rotated dimensions of a head.
-    fn rotary_dim(&self, head_dim: usize, default: f32) -> Result<usize, ModelError> {
-        let partial = self.positive("partial_rotary_factor", Some(default))?;
-        if partial > 1.0 {
-            return Err(self.corrupt(format!(
-                "partial_rotary_factor is {partial}, not within (0, 1]"
-            )));
-        }
-        Ok((head_dim as f64 * f64::from(partial)) as usize)
+    /// Rotated dimensions of a head. transformers 5 keeps their share beside the base.
+    fn rotary_dim(&self, head_dim: usize, default: f64) -> Result<usize, ModelError> {
+        const NAME: &str = "partial_rotary_factor";
+        let rope = self.rope_fields("full_attention")?;
+        let partial = match rope.and_then(|rope| rope.partial_rotary_factor) {
+            Some(partial) => partial,
+            None => self.of(NAME, "a number", Value::as_f64)?.unwrap_or(default),
+        };
+        rotary_dim(head_dim, partial, self.path)
     }
 
     /// What every family has; attention with a rotation of whole heads and dense feed-forwards.
@@ -273,14 +295,18 @@ impl Fields<'_> {
             first_window_layer: 0,
             mixers: Vec::new(),
             traits: Traits::default(),
-            eos_token_ids: token_list(self.get("eos_token_id")),
-            bos_token_id: token_list(self.get("bos_token_id")).first().copied(),
+            eos_token_ids: self.tokens("eos_token_id")?,
+            bos_token_id: self.tokens("bos_token_id")?.first().copied(),
         })
     }
 
     /// How many experts there are, and a token's, by the names that the family has for the first.
     fn experts(&self, name: &str) -> Result<(usize, usize), ModelError> {
-        let experts = self.size(name, MAX_EXPERTS)?;
+        self.chosen_experts(self.size(name, MAX_EXPERTS)?)
+    }
+
+    /// How many of `experts` a token has, after them.
+    fn chosen_experts(&self, experts: usize) -> Result<(usize, usize), ModelError> {
         let chosen = self.size("num_experts_per_tok", MAX_EXPERTS)?;
         if chosen > experts {
             return Err(self.corrupt(format!(
@@ -349,7 +375,7 @@ fn deepseek_v2(fields: &Fields<'_>, mut config: ModelConfig) -> Result<ModelConf
     config.rope.dim = sizes.qk_rope_head_dim;
     config.rope.style = RopeStyle::Interleaved;
     config.mixers = vec![Mixer::Latent(sizes); layers];
-    config.traits.q_lora_rank = fields.optional_size("q_lora_rank", MAX_WIDTH)?;
+    config.traits.q_lora_rank = fields.size_unless_null("q_lora_rank", MAX_WIDTH, 1536)?;
     let dense = fields.of("first_k_dense_replace", "a whole number", Value::as_u64)?;
     let dense = dense.unwrap_or(0);
     if dense >= layers as u64 {
@@ -375,7 +401,9 @@ fn deepseek_v2(fields: &Fields<'_>, mut config: ModelConfig) -> Result<ModelConf
             ));
         }
     }
-    let (num_experts, num_experts_per_tok) = fields.experts("n_routed_experts")?;
+    let routed = fields.size_unless_null("n_routed_experts", MAX_EXPERTS, 64)?;
+    let routed = routed.ok_or_else(|| fields.missing("n_routed_experts"))?;
+    let (num_experts, num_experts_per_tok) = fields.chosen_experts(routed)?;
     fields.only(
         "topk_method",
         &["greedy", "group_limited_greedy"],
@@ -398,8 +426,9 @@ fn deepseek_v2(fields: &Fields<'_>, mut config: ModelConfig) -> Result<ModelConf
             Some((groups, chosen))
         }
     };
-    let width = fields.width("moe_intermediate_size")?;
-    let shared = fields.optional_size("n_shared_experts", MAX_EXPERTS)?;
+    let width = fields.size_unless_null("moe_intermediate_size", MAX_WIDTH, 1407)?;
+    let width = width.ok_or_else(|| fields.missing("moe_intermediate_size"))?;
+    let shared = fields.size_unless_null("n_shared_experts", MAX_EXPERTS, 2)?;
     let experts = FeedForward::Experts(ExpertsConfig {
         num_experts,
         num_experts_per_tok,
@@ -449,7 +478,7 @@ fn bamba(fields: &Fields<'_>, mut config: ModelConfig) -> Result<ModelConfig, Mo
         state_size: fields.width("mamba_d_state")?,
         conv_kernel: taps(fields, "mamba_d_conv")?,
         chunk_size: fields.size("mamba_chunk_size", MAX_CONTEXT)?,
-        time_step_limit: (0.0, f32::INFINITY),
+        time_step_limit: time_step_limit(fields)?,
     }));
     let attention = fields.layers("attn_layer_indices")?.unwrap_or_default();
     config.mixers = (0..config.num_hidden_layers)
@@ -584,7 +613,7 @@ fn llama4(fields: &Fields<'_>, mut config: ModelConfig) -> Result<ModelConfig, M
     config.rope.style = RopeStyle::Interleaved;
     // A chunk that holds every context is none.
     let chunk = fields
-        .optional_size("attention_chunk_size", MAX_CONTEXT)?
+        .size_unless_null("attention_chunk_size", MAX_CONTEXT, 8192)?
         .filter(|chunk| *chunk < config.max_position_embeddings);
     let every = fields.optional_size("no_rope_layer_interval", MAX_LAYERS)?;
     let every = every.unwrap_or(4);
@@ -659,6 +688,26 @@ fn full_attention() -> Mixer {
     Mixer::Attention {
         sliding_window: None,
         attention_chunk_size: None,
+    }
+}
+
+/// The bounds of a Mamba step. JSON has no infinity: without the field there is no upper bound.
+fn time_step_limit(fields: &Fields<'_>) -> Result<(f32, f32), ModelError> {
+    const NAME: &str = "time_step_limit";
+    let Some(value) = fields.get(NAME) else {
+        return Ok((0.0, f32::INFINITY));
+    };
+    let bounds = match value.as_array().map(Vec::as_slice) {
+        Some([low, high]) => low.as_f64().zip(high.as_f64()),
+        _ => None,
+    };
+    match bounds.map(|(low, high)| (low as f32, high as f32)) {
+        Some((low, high)) if low.is_finite() && (0.0..=high).contains(&low) => Ok((low, high)),
+        _ => Err(ModelError::Corrupt {
+            path: fields.path.to_owned(),
+            what: format!("{NAME} is {value}"),
+            remedy: "make it a list of two numbers, the first at least 0 and at most the second, or null for no limit",
+        }),
     }
 }
 

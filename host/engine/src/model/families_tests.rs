@@ -204,6 +204,165 @@ fn a_chunk_that_holds_every_context_is_none() {
     }
 }
 
+/// `valid` without a field.
+fn without(model_type: &str, name: &str) -> Value {
+    let mut json = valid(model_type);
+    json.as_object_mut().expect("fields").remove(name);
+    json
+}
+
+#[test]
+fn bambas_time_steps_are_limited_as_it_says() {
+    let limit = |more: &Value| -> Result<(f32, f32), ModelError> {
+        let bamba = read(valid("bamba"), more)?;
+        match bamba.mixer(0) {
+            Mixer::Recurrent(MambaConfig::Mamba2(sizes)) => Ok(sizes.time_step_limit),
+            other => panic!("{other:?}"),
+        }
+    };
+    for (more, expected) in [
+        (json!({}), (0.0, f32::INFINITY)),
+        (json!({"time_step_limit": null}), (0.0, f32::INFINITY)),
+        (json!({"time_step_limit": [0, 1e300]}), (0.0, f32::INFINITY)),
+        (json!({"time_step_limit": [0.25, 8]}), (0.25, 8.0)),
+        (json!({"time_step_limit": [2, 2]}), (2.0, 2.0)),
+    ] {
+        assert_eq!(limit(&more).expect("valid"), expected, "{more}");
+    }
+    for value in [
+        json!([2, 1]),
+        json!([-1, 1]),
+        json!([1]),
+        json!([0, 1, 2]),
+        json!([0, null]),
+        json!(["0", "inf"]),
+        json!([1e300, 1e300]),
+        json!([]),
+        json!(1),
+        json!("x"),
+        json!({}),
+    ] {
+        let refusal = limit(&json!({"time_step_limit": value})).expect_err("refused");
+        let expected = format!("time_step_limit is {value}; make it a list of two numbers");
+        assert!(refusal.to_string().contains(&expected), "{refusal}");
+    }
+}
+
+#[test]
+fn a_partial_rotation_beside_the_base_comes_first() {
+    for (model_type, default) in [("bamba", 8), ("qwen3_next", 4)] {
+        for key in ["rope_parameters", "rope_scaling"] {
+            let with = |partial: Value, top: Value| {
+                let rope = json!({"rope_type": "default", "partial_rotary_factor": partial});
+                read(
+                    valid(model_type),
+                    &json!({key: rope, "partial_rotary_factor": top}),
+                )
+            };
+            let dim = |partial, top| with(partial, top).expect("valid").rope.dim;
+            assert_eq!(dim(json!(0.75), json!(0.125)), 12, "{model_type}, {key}");
+            assert_eq!(dim(json!(1), json!(null)), 16, "{model_type}, {key}");
+            assert_eq!(dim(json!(null), json!(0.125)), 2, "{model_type}, {key}");
+            assert_eq!(
+                dim(json!(null), json!(null)),
+                default,
+                "{model_type}, {key}"
+            );
+            for (partial, expected) in [
+                (
+                    json!(1.5),
+                    "partial_rotary_factor is 1.5, not within (0, 1]",
+                ),
+                (json!(-0.5), "partial_rotary_factor is -0.5"),
+                (json!(0), "partial_rotary_factor is 0"),
+                (json!("x"), "its RoPE scaling: "),
+            ] {
+                let refusal = with(partial, json!(0.5)).expect_err("refused").to_string();
+                assert!(refusal.contains(expected), "{refusal}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_field_left_out_has_transformers_default_and_null_is_none() {
+    let experts = |json: Value, more: Value| match config(json, &more).traits.feed_forwards[6] {
+        FeedForward::Experts(experts) => experts,
+        FeedForward::Dense { .. } => panic!("experts from the second layer on"),
+    };
+    let shared = |json: Value, more: Value| experts(json, more).shared_intermediate_size;
+    let name = "n_shared_experts";
+    assert_eq!(
+        shared(without("deepseek_v2", name), json!({})),
+        Some(2 * 24)
+    );
+    assert_eq!(shared(valid("deepseek_v2"), json!({name: 1})), Some(24));
+    assert_eq!(shared(valid("deepseek_v2"), json!({name: null})), None);
+    let name = "n_routed_experts";
+    assert_eq!(
+        experts(without("deepseek_v2", name), json!({})).num_experts,
+        64
+    );
+    let name = "moe_intermediate_size";
+    let width = experts(without("deepseek_v2", name), json!({})).moe_intermediate_size;
+    assert_eq!(width, 1407);
+    for name in [
+        "n_routed_experts",
+        "moe_intermediate_size",
+        "num_experts_per_tok",
+    ] {
+        let refusal = read(valid("deepseek_v2"), &json!({name: null})).expect_err("refused");
+        assert!(
+            refusal.to_string().contains(&format!("{name} is missing")),
+            "{refusal}"
+        );
+    }
+    let rank = |json: Value, more: Value| config(json, &more).traits.q_lora_rank;
+    assert_eq!(
+        rank(without("deepseek_v2", "q_lora_rank"), json!({})),
+        Some(1536)
+    );
+    assert_eq!(
+        rank(valid("deepseek_v2"), json!({"q_lora_rank": null})),
+        None
+    );
+
+    let chunk = |json: Value, more: Value| {
+        let mut json = json;
+        json["max_position_embeddings"] = 10_000.into();
+        match config(json, &more).mixer(0) {
+            Mixer::Attention {
+                attention_chunk_size,
+                ..
+            } => attention_chunk_size,
+            other => panic!("{other:?}"),
+        }
+    };
+    let name = "attention_chunk_size";
+    assert_eq!(chunk(without("llama4_text", name), json!({})), Some(8192));
+    assert_eq!(chunk(valid("llama4_text"), json!({name: null})), None);
+}
+
+#[test]
+fn end_tokens_that_are_none_are_named_and_refused() {
+    for model_type in [
+        "deepseek_v2",
+        "bamba",
+        "qwen3_next",
+        "gemma3_text",
+        "llama4_text",
+    ] {
+        for value in [json!("94"), json!(94.0), json!([[1]]), json!(-1)] {
+            let refusal = read(valid(model_type), &json!({"eos_token_id": value}));
+            let refusal = refusal.expect_err("refused").to_string();
+            let expected = format!("eos_token_id is {value}; make it a token id");
+            assert!(refusal.contains(&expected), "{refusal}");
+        }
+        let both = config(valid(model_type), &json!({"eos_token_id": [1, 94]}));
+        assert_eq!(both.eos_token_ids, [1, 94]);
+    }
+}
+
 /// No number of a `config.json` leads to a panic, to a state or a width without bound, or to angles that are no numbers.
 #[test]
 fn bad_numbers_are_named_and_refused() {
