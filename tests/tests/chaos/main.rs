@@ -394,6 +394,7 @@ fn any_field_that_is_wrong_is_refused_and_the_step_served() {
             let (mut refused, mut accepted) = (0, Vec::new());
             for field in &fields {
                 missed.remove(field);
+                host.settle();
                 for mischief in MISCHIEFS {
                     for seed in ["0", "1", "2", "3", "4", "5"] {
                         let options = [

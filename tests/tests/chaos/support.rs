@@ -235,6 +235,14 @@ impl Host {
         Ok(group)
     }
 
+    /// Waits until the instances that groups left behind are gone: the pool has room for so many.
+    pub fn settle(&self) {
+        assert!(
+            self.sandbox.settle(Duration::from_secs(120)),
+            "it is still busy"
+        );
+    }
+
     /// What the plain builder makes of a step.
     pub fn plain(&self, step: &DescribedStep) -> Metadata {
         plain_builder(self.backend.family, &step.config)
