@@ -13,13 +13,12 @@ use timetable_device::{
     reference::{self, Attention, max_relative_error},
 };
 use timetable_reference::{component, native_twin};
-use timetable_types::{
-    AttentionConfig as LayerConfig, BuilderConfig, Causal, CudagraphConfig, CudagraphMode,
-    DeviceConfig, Dtype, Family, KvCacheLayout, KvCacheSpec, KvCacheSpecKind, Metadata,
-    ParallelConfig, SchedulerConfig,
-};
+use timetable_types::{BuilderConfig, Causal, Family, KvCacheSpecKind, Metadata, SchedulerConfig};
 
 use crate::support::{normals, pick};
+
+#[path = "../support/builder_config.rs"]
+mod defaults;
 
 /// What rounding may do to an f32 result, relative to its row's largest element.
 pub const BOUND: f64 = 2e-6;
@@ -34,69 +33,34 @@ pub const BUILDERS: [&str; 4] = [
 
 /// The configuration of a builder for a layer like `layer`, on a CPU or on a GPU of compute capability 9.
 pub fn builder_config(layer: &AttentionConfig, on_gpu: bool) -> BuilderConfig {
-    BuilderConfig {
-        kv_cache_spec: KvCacheSpec {
-            kind: match layer.sliding_window {
-                Some(_) => KvCacheSpecKind::SlidingWindow,
-                None => KvCacheSpecKind::FullAttention,
-            },
-            block_size: layer.block_size as u32,
-            num_kv_heads: layer.num_kv_heads as u32,
-            head_size: layer.head_size as u32,
-            head_size_v: layer.head_size as u32,
-            dtype: Dtype::Float32,
-            sliding_window: layer.sliding_window,
-            attention_chunk_size: None,
-            dcp_sharded: false,
-            mamba: None,
-        },
-        layer_names: vec!["layers.0".to_owned()],
-        attention: LayerConfig {
-            num_heads: layer.num_heads as u32,
-            scale: f64::from(layer.scale),
-            logits_soft_cap: layer.logits_soft_cap.map(f64::from),
-            sliding_windows: vec![layer.sliding_window.map_or(-1, |window| window as i32)],
-            model_dtype: Dtype::Float32,
-            kv_cache_dtype: "auto".to_owned(),
-            kv_cache_layout: KvCacheLayout::Lbnhc,
-            has_sinks: false,
-            use_rswa: false,
-            rswa_window: 0,
-            kv_lora_rank: 0,
-            qk_rope_head_dim: 0,
-        },
-        scheduler: SchedulerConfig {
-            max_num_seqs: 64,
-            max_num_batched_tokens: 2_048,
-            max_model_len: 4_096,
-            max_num_blocks_per_req: 4_096,
-            num_speculative_tokens: 0,
-            parallel_drafting: false,
-        },
-        cudagraph: CudagraphConfig {
-            mode: CudagraphMode::None,
-            capture_sizes: Vec::new(),
-            max_capture_size: 0,
-        },
-        parallel: ParallelConfig {
-            dcp_world_size: 1,
-            dcp_rank: 0,
-            cp_kv_cache_interleave_size: 1,
-            prefill_context_parallel: false,
-        },
-        device: DeviceConfig {
-            compute_capability: if on_gpu { (9, 0) } else { (0, 0) },
-            num_workers: if on_gpu { 20 } else { 4 },
-            ctas_per_worker: 1,
-            flash_attn_version: if on_gpu { 3 } else { 0 },
-            trtllm_attention: false,
-            xqa: false,
-        },
-        batch_invariant: layer.batch_invariant,
-        max_num_splits: if layer.batch_invariant { 1 } else { 8 },
-        model_runner_v2: true,
-        options: Vec::new(),
+    let mut config = defaults::config();
+    let spec = &mut config.kv_cache_spec;
+    if layer.sliding_window.is_some() {
+        spec.kind = KvCacheSpecKind::SlidingWindow;
     }
+    spec.block_size = layer.block_size as u32;
+    spec.num_kv_heads = layer.num_kv_heads as u32;
+    (spec.head_size, spec.head_size_v) = (layer.head_size as u32, layer.head_size as u32);
+    spec.sliding_window = layer.sliding_window;
+    let attention = &mut config.attention;
+    attention.num_heads = layer.num_heads as u32;
+    attention.scale = f64::from(layer.scale);
+    attention.logits_soft_cap = layer.logits_soft_cap.map(f64::from);
+    attention.sliding_windows = vec![layer.sliding_window.map_or(-1, |window| window as i32)];
+    config.scheduler = SchedulerConfig {
+        max_num_seqs: 64,
+        max_num_batched_tokens: 2_048,
+        max_model_len: 4_096,
+        max_num_blocks_per_req: 4_096,
+        ..config.scheduler
+    };
+    let device = &mut config.device;
+    device.compute_capability = if on_gpu { (9, 0) } else { (0, 0) };
+    device.num_workers = if on_gpu { 20 } else { 4 };
+    device.flash_attn_version = if on_gpu { 3 } else { 0 };
+    config.batch_invariant = layer.batch_invariant;
+    config.max_num_splits = if layer.batch_invariant { 1 } else { 8 };
+    config
 }
 
 /// A step before any rule has changed it, and its keys.
